@@ -1,0 +1,65 @@
+# What a user and a developer type. `make` alone lists it.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+PYTEST ?=
+export TORCH_INDEX
+
+# Nor should make say on stdout which directory it leaves (`make -C`; heeded from make 4.4 on).
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help setup demo up test lint proto proto-check lock clean
+
+# Made where it is missing; `make setup` also renews it.
+STAMP := $(VENV)/.specdec-setup
+BIN := $(VENV)/bin
+PROTO := services/specdec/proto
+# Generated as specdec/proto/speculation.proto, so that the stubs import each other from that package.
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Ispecdec/proto=proto specdec/proto/speculation.proto
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1	\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@echo
+	@echo 'PYTHON=python3.12   the Python (3.11 to 3.14) that makes the environment'
+	@echo 'TORCH_INDEX=URL     another package index for torch, for example one with its CPU build'
+	@echo 'VENV=/path          the environment, in another place than .venv'
+	@echo "ARGS='...'          for demo and up: options of specdec; PYTEST='...' for test: options of pytest"
+
+# Everything on stderr: the demo's last line on stdout is its result.
+setup:  ## check this machine and make the environment
+	@$(PYTHON) tools/setup.py --venv $(VENV) >&2
+
+$(STAMP):
+	@$(PYTHON) tools/setup.py --venv $(VENV) >&2
+
+demo: setup  ## speculation end to end on this machine, in one answer and twelve prompts
+	@$(BIN)/specdec demo $(ARGS)
+
+up: setup  ## keep the stack running; Ctrl-C stops all of it
+	@$(BIN)/specdec up $(ARGS)
+
+test: setup  ## all tests; PYTEST='-k name' for some
+	$(BIN)/python -m pytest $(PYTEST)
+
+lint: proto-check | $(STAMP)  ## style, types, import rules, fresh stubs
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports --no-cache
+
+proto: | $(STAMP)  ## write the gRPC stubs from proto/speculation.proto
+	$(PROTOC) --python_out=services --pyi_out=services --grpc_python_out=services
+
+proto-check: | $(STAMP)  ## fail where the committed stubs are not what `make proto` writes
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && \
+	$(PROTOC) --python_out=$$fresh --pyi_out=$$fresh --grpc_python_out=$$fresh && \
+	for file in $$fresh/specdec/proto/*; do \
+	    diff -q $(PROTO)/$$(basename $$file) $$file || { echo 'stale stubs: run make proto' >&2; exit 1; }; \
+	done
+
+lock: | $(STAMP)  ## renew requirements/lock.txt
+	PYTHON=$(BIN)/python requirements/compile.sh
+
+clean:  ## remove the environment and all caches here
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .import_linter_cache build dist services/*.egg-info
+	find services tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,3 @@
+"""Speculative decoding served across processes."""
+
+__version__ = "0.1.0"

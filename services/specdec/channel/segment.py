@@ -1,0 +1,286 @@
+"""The segment's life: made by the verifier, joined by its engine and its draft, swept when its owner is gone.
+
+A process is alive as long as it holds its lock on the file (an open-file-description lock on one byte a role), which
+the kernel drops however the process ends. Pids and start times in the header are for messages and health only.
+"""
+
+import fcntl
+import mmap
+import os
+import re
+import struct
+import time
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import psutil
+
+from specdec.channel.layout import (
+    CONTROL_WORDS,
+    DRAFT_WORDS,
+    ENGINE_WORDS,
+    IDENTITY,
+    LINE,
+    MAGIC,
+    VERSION,
+    WORDS_AT,
+    Layout,
+)
+from specdec.channel.rings import Bell, OrderTable, RingReader, RingWriter, Word
+from specdec.errors import SegmentInUse, SegmentMismatch, SegmentMissing, SettingsError, SetupError
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "specdec-"
+_LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Role(IntEnum):
+    """Who maps the segment; the value is the byte it locks."""
+
+    OWNER = 0
+    ENGINE = 1
+    DRAFT = 2
+
+
+def now_ns() -> int:
+    """The channel's clock: CLOCK_MONOTONIC, one for all processes of a machine."""
+    return time.monotonic_ns()
+
+
+def segment_path(pair: str, folder: Path = SHARED_MEMORY) -> Path:
+    """The file of a pair's segment. Raises SettingsError for a name that is no file name."""
+    if not _NAME.fullmatch(pair):
+        raise SettingsError(f"pair name {pair!r}: use 1 to 64 letters, digits, '.', '_' and '-'")
+    return folder / f"{PREFIX}{pair}"
+
+
+class Segment:
+    """A mapped segment. Use `create` (the owner) or `attach` (engine, draft); close it, or leave it as a context."""
+
+    def __init__(self, fd: int, path: Path, layout: Layout, role: Role) -> None:
+        self._fd, self.path, self.layout, self.role = fd, path, layout, role
+        self._map = mmap.mmap(fd, layout.size)
+        self._memory = memoryview(self._map)
+        words = np.frombuffer(self._memory, np.uint64, 3 * LINE // 8, WORDS_AT)
+        lines = {"engine": ENGINE_WORDS, "draft": DRAFT_WORDS, "control": CONTROL_WORDS}
+        self._places = {
+            f"{line}.{name}": (words, i * LINE // 8 + j)
+            for i, (line, names) in enumerate(lines.items())
+            for j, name in enumerate(names)
+        }
+        self._inode = os.fstat(fd).st_ino
+
+    # ---- birth and death
+
+    @classmethod
+    def create(cls, path: Path, layout: Layout) -> Self:
+        """Makes the segment, claiming all its memory at once. Sweeps a dead owner's first.
+
+        Raises SetupError if shared memory has no room, SegmentInUse if a live verifier owns the name.
+        """
+        sweep(path.parent)
+        if path.exists():
+            holder = _holder(path, Role.OWNER)
+            raise SegmentInUse(
+                f"{path} is in use by process {holder}: another verifier runs this pair; choose another --pair"
+                if holder
+                else f"{path} exists and was not made by specdec: remove it or choose another --pair"
+            )
+        free = os.statvfs(path.parent)
+        free_bytes = free.f_bavail * free.f_frsize
+        if layout.size > free_bytes:
+            raise SetupError(
+                f"the segment needs {layout.size / 2**20:.1f} MB and {path.parent} has {free_bytes / 2**20:.1f} MB free: "
+                "enlarge it (docker run --shm-size, or a memory-backed emptyDir with a larger sizeLimit), "
+                "or lower --max-sessions"
+            )
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o660)
+        try:
+            os.posix_fallocate(fd, 0, layout.size)  # claim it now: a page missing later would be SIGBUS
+            _lock(fd, Role.OWNER)
+            segment = cls(fd, path, layout, Role.OWNER)
+            identity = np.zeros(1, IDENTITY)
+            identity[0] = (
+                (MAGIC, VERSION, layout.max_sessions, layout.max_steps, layout.frame_tokens)
+                + (layout.hash, layout.size, os.getpid(), start_ticks(os.getpid()), 0)
+            )
+            segment._memory[: IDENTITY.itemsize] = identity.tobytes()
+            segment._sign("control")
+            os.rename(temporary, path)  # nobody sees the file before it is whole
+        except BaseException as error:
+            os.close(fd)
+            temporary.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise SetupError(f"cannot make {path}: {error.strerror}") from error
+            raise
+        return segment
+
+    @classmethod
+    def attach(cls, path: Path, role: Role) -> Self:
+        """Maps a live segment and takes `role`.
+
+        Raises SegmentMissing (not made yet, or its owner is gone), SegmentMismatch (other version or sizes, or no
+        segment), SegmentInUse (a live process has the role).
+        """
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            raise SegmentMissing(f"{path} is not there: is the verifier running?") from None
+        try:
+            layout = _read_layout(fd, path)
+            if not _holder_of(fd, Role.OWNER):
+                raise SegmentMissing(f"{path} was left by a verifier that is gone")
+            _lock(fd, role, path)
+            segment = cls(fd, path, layout, role)
+            segment._sign(role.name.lower())
+        except BaseException:
+            os.close(fd)
+            raise
+        return segment
+
+    def close(self) -> None:
+        """Lets go of the mapping and the role; the owner also removes the file."""
+        if self._fd < 0:
+            return
+        if self.role is Role.OWNER and self.current:
+            self.path.unlink(missing_ok=True)
+        # mmap holds a duplicate of the descriptor, so the lock would live as long as the mapping
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+        os.close(self._fd)
+        self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- contents
+
+    def word(self, name: str) -> Word:
+        """A word of the header by "line.name", for example "draft.beat_ns"."""
+        return Word(*self._places[name])
+
+    def bell(self, name: str) -> Bell:
+        """A bell of the header, for example "engine.outcome_bell"."""
+        return Bell(*self._places[name])
+
+    @property
+    def orders(self) -> OrderTable:
+        return OrderTable(self._memory, self.layout.orders_start, self.layout.max_sessions)
+
+    def writer(self, name: str) -> RingWriter:
+        """The writing end of "verdicts" or "outcomes" (the engine), or "proposals" (the draft)."""
+        area, read, bell = self._ring(name)
+        return RingWriter(self._memory, area, self.word(read), self.bell(bell))
+
+    def reader(self, name: str) -> RingReader:
+        """The reading end of "verdicts" (control), "outcomes" (the draft) or "proposals" (the engine)."""
+        area, read, bell = self._ring(name)
+        return RingReader(self._memory, area, self.word(read), self.bell(bell))
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's vocabulary, 0 until its engine has started."""
+        return int(np.frombuffer(self._memory, IDENTITY, 1)[0]["vocab_size"])
+
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        np.frombuffer(self._memory, IDENTITY, 1)["vocab_size"] = value
+
+    def alive(self, role: Role) -> bool:
+        """Whether a live process holds `role`. Asking for one's own role says True."""
+        return role is self.role or _holder_of(self._fd, role)
+
+    @property
+    def current(self) -> bool:
+        """Whether the file of this name still is this segment: False once a newer verifier has replaced it."""
+        try:
+            return os.stat(self.path).st_ino == self._inode
+        except FileNotFoundError:
+            return False
+
+    def _ring(self, name: str) -> tuple:  # type: ignore[type-arg]
+        return {
+            "verdicts": (self.layout.verdicts, "control.verdicts_read", "engine.verdict_bell"),
+            "outcomes": (self.layout.outcomes, "draft.outcomes_read", "engine.outcome_bell"),
+            "proposals": (self.layout.proposals, "engine.proposals_read", "draft.proposal_bell"),
+        }[name]
+
+    def _sign(self, line: str) -> None:
+        self.word(f"{line}.start").value = start_ticks(os.getpid())
+        self.word(f"{line}.pid").value = os.getpid()
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; with the pid it names one process for ever."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat[stat.rindex(")") + 2 :].split()[19])
+
+
+def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Removes segments whose owner is gone, and only those: files of other makers are left alone."""
+    removed = []
+    for path in [*folder.glob(f"{PREFIX}*"), *folder.glob(f".{PREFIX}*")]:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            unborn = path.name.startswith(".") and not psutil.pid_exists(int(path.name.rpartition(".")[2] or 0))
+            if (unborn or _is_segment(fd)) and not _holder_of(fd, Role.OWNER):
+                path.unlink(missing_ok=True)
+                removed.append(path)
+        except ValueError:
+            continue  # a name of ours with no pid at its end: not ours
+        finally:
+            os.close(fd)
+    return removed
+
+
+def _is_segment(fd: int) -> bool:
+    return os.pread(fd, 8, 0) == MAGIC.to_bytes(8, "little")
+
+
+def _read_layout(fd: int, path: Path) -> Layout:
+    raw = os.pread(fd, IDENTITY.itemsize, 0)
+    if len(raw) < IDENTITY.itemsize or not _is_segment(fd):
+        raise SegmentMismatch(f"{path} is not a specdec segment")
+    identity = np.frombuffer(raw, IDENTITY)[0]
+    layout = Layout(int(identity["max_sessions"]), int(identity["max_steps"]), int(identity["frame_tokens"]))
+    if int(identity["version"]) != VERSION or int(identity["layout_hash"]) != layout.hash:
+        raise SegmentMismatch(
+            f"{path} has layout version {identity['version']}, this process speaks {VERSION} "
+            "(or its fields differ): run the same specdec release on both sides"
+        )
+    if os.fstat(fd).st_size < layout.size:
+        raise SegmentMismatch(f"{path} is shorter than its header says")
+    return layout
+
+
+def _lock(fd: int, role: Role, path: Path | None = None) -> None:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, role, 1, 0))
+    except OSError as error:
+        raise SegmentInUse(f"{path}: another process already is this pair's {role.name.lower()}") from error
+
+
+def _holder_of(fd: int, role: Role) -> bool:
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, role, 1, 0))
+    return bool(_LOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _holder(path: Path, role: Role) -> int | None:
+    """The pid the segment's header names for its owner, if it lives."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        if not _is_segment(fd) or not _holder_of(fd, role):
+            return None
+        return int(np.frombuffer(os.pread(fd, IDENTITY.itemsize, 0), IDENTITY)[0]["owner_pid"])
+    finally:
+        os.close(fd)

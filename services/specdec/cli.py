@@ -1,0 +1,117 @@
+"""The `specdec` command."""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+import specdec
+from specdec.errors import SpecdecError
+from specdec.telemetry import setup_logging
+
+USAGE = """specdec: speculative decoding served across processes
+
+    specdec up        the whole stack on this machine, until Ctrl-C
+    specdec demo      the stack against plain vLLM, on twelve prompts
+    specdec bench     speculation off, fixed k, auto, and windows, in one run
+
+    specdec router    one service each
+    specdec verifier  ... with vLLM's own arguments after --
+    specdec draft
+
+`specdec COMMAND --help` lists a command's settings; `specdec --version`.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command. Returns its exit code: 2 for what the user has to set right."""
+    argv = sys.argv[1:] if argv is None else argv
+    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if name in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if name == "--version":
+        print(f"specdec {specdec.__version__}")
+        return 0
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "up": _up,
+        "demo": _demo,
+        "bench": _bench,
+        "router": _router,
+        "verifier": _verifier,
+        "draft": _draft,
+    }
+    if name not in commands:
+        print(f"specdec: there is no command {name!r}\n\n{USAGE}", file=sys.stderr, end="")
+        return 2
+    setup_logging(name, os.environ.get("SPECDEC_LOG_LEVEL", "INFO").upper())
+    try:
+        return commands[name](rest)
+    except SpecdecError as error:
+        logging.getLogger(__name__).debug("", exc_info=True)
+        print(f"specdec {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+# Each command imports what it needs when it runs: the router's image has no torch, and --help should be quick.
+
+
+def split_extra(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(our arguments, vLLM's): what stands after the first `--` is vLLM's."""
+    if "--" not in argv:
+        return argv, []
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def _router(argv: list[str]) -> int:
+    from specdec.router.service import run
+    from specdec.router.settings import RouterSettings
+
+    return asyncio.run(run(RouterSettings.load(argv)))
+
+
+def _verifier(argv: list[str]) -> int:
+    from specdec.verifier.settings import VerifierSettings
+    from specdec.verifier.supervisor import Supervisor
+
+    ours, extra = split_extra(argv)
+    settings = VerifierSettings.load(ours)
+
+    async def run() -> int:
+        return await Supervisor(settings, extra).run()
+
+    return asyncio.run(run())
+
+
+def _draft(argv: list[str]) -> int:
+    from specdec.draft.service import DraftService
+    from specdec.draft.settings import DraftSettings
+
+    settings = DraftSettings.load(argv)
+
+    async def run() -> int:
+        return await DraftService(settings).run()
+
+    return asyncio.run(run())
+
+
+def _up(argv: list[str]) -> int:
+    from specdec.stack import up
+
+    return up(argv)
+
+
+def _demo(argv: list[str]) -> int:
+    from specdec.demo import demo
+
+    return demo(argv)
+
+
+def _bench(argv: list[str]) -> int:
+    from specdec.bench import bench
+
+    return bench(argv)

@@ -1,0 +1,57 @@
+"""Drafters: what turns a session's committed tokens into k guesses.
+
+A drafter is two verbs. Built in: `ngram`. Any other class is named `module:Class`, and made with no arguments.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from specdec.errors import SettingsError
+
+
+@dataclass(eq=False)
+class DraftSession:
+    """One generation as the draft knows it: every committed token, the prompt included, and nothing of rejected ones.
+
+    `tokens` only grows while `epoch` stays the same; a new epoch is a new DraftSession.
+    """
+
+    id: int
+    epoch: int
+    tokens: list[int] = field(default_factory=list)
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens. One thread calls it."""
+
+    def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> Sequence[Sequence[int]]:
+        """For each session at most `steps[i]` token ids that may follow `sessions[i].tokens`; fewer, or none, is fine.
+
+        What it raises is logged and counted, and the cycle goes on without drafts.
+        """
+        ...
+
+    def forget(self, session: DraftSession) -> None:
+        """The session has ended: drop what is kept for it."""
+        ...
+
+
+def load_drafter(name: str) -> Drafter:
+    """A built-in drafter by its name, or `module:Class`. Raises SettingsError if there is none such."""
+    if name == "ngram":
+        from specdec.draft.drafters.ngram import NgramDrafter
+
+        return NgramDrafter()
+    module, colon, attribute = name.partition(":")
+    if not colon or not module or not attribute:
+        raise SettingsError(f"--drafter {name!r}: use 'ngram' or 'module:Class'")
+    try:
+        made = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(f"--drafter {name!r}: {error}") from error
+    for verb in ("propose", "forget"):
+        if not callable(getattr(made, verb, None)):
+            raise SettingsError(f"--drafter {name!r}: the class has no method {verb!r}")
+    return cast(Drafter, made)

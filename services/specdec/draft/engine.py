@@ -1,0 +1,128 @@
+"""The draft's loop: outcomes in, proposals out.
+
+    outcome = outcomes.wait()                     # what the verifier committed, and who wants drafts
+    sessions = apply(outcome)                     # open, advance, close
+    proposals.write(drafter.propose(sessions))    # k tokens each, tagged with the outcome's cycle
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.channel.layout import (
+    CLOSE,
+    COMMIT,
+    OPEN,
+    OUTCOME_HEAD,
+    OUTCOME_ROW,
+    PROPOSAL_HEAD,
+    PROPOSAL_ROW,
+    RESET,
+)
+from specdec.channel.segment import Role, Segment, now_ns
+from specdec.draft.drafters import Drafter, DraftSession
+from specdec.telemetry import DraftMetrics
+
+log = logging.getLogger(__name__)
+_IDLE_S = 0.25
+
+
+class DraftEngine:
+    """Serves one segment until `stop` or until its verifier is gone."""
+
+    def __init__(self, segment: Segment, drafter: Drafter, metrics: DraftMetrics) -> None:
+        self._segment, self._drafter, self._metrics = segment, drafter, metrics
+        self._max_steps = segment.layout.max_steps
+        self._beat = segment.word("draft.beat_ns")
+        self._outcomes, self._proposals = segment.reader("outcomes"), segment.writer("proposals")
+        self._sessions: dict[int, DraftSession] = {}
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Makes `run` return soon; from any thread."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """The loop. Returns when stopped, or when the verifier's segment is gone."""
+        self._outcomes.skip_to_end()
+        self._beat.value = now_ns()
+        generation = self._segment.word("draft.generation")
+        generation.value = generation.value + 1  # from here on the verifier counts on us, and tells all it knows anew
+        while not self._stopped.is_set():
+            body = self._outcomes.wait(_IDLE_S)
+            self._beat.value = now_ns()
+            if body is not None:
+                self.answer(body)
+            elif not self._segment.current or not self._segment.alive(Role.OWNER):
+                return
+
+    def answer(self, body: bytes) -> None:
+        """One outcome frame: applies it and, if any session wants drafts, proposes."""
+        start = time.perf_counter()
+        head = np.frombuffer(body, OUTCOME_HEAD, 1)[0]
+        wanting, steps = self._apply(body, int(head["rows"]), int(head["tokens"]))
+        self._metrics.garbage._value.set(self._outcomes.garbage)
+        self._metrics.sessions.set(len(self._sessions))
+        if not wanting:
+            return
+        drafts = self._propose(wanting, steps)
+        self._write(int(head["cycle"]), wanting, drafts, time.perf_counter() - start)
+
+    def _apply(self, body: bytes, rows: int, tokens: int) -> tuple[list[DraftSession], list[int]]:
+        at = OUTCOME_HEAD.itemsize
+        table = np.frombuffer(body, OUTCOME_ROW, rows, at).tolist()
+        ids = np.frombuffer(body, np.int32, tokens, at + rows * OUTCOME_ROW.itemsize).tolist()
+        wanting: list[DraftSession] = []
+        steps: list[int] = []
+        used = 0
+        for number, epoch, kind, wanted, position, count in table:
+            new = ids[used : used + count]
+            used += count
+            if kind == RESET:
+                for session in list(self._sessions.values()):
+                    self._forget(session)
+            elif kind == CLOSE:
+                if session := self._sessions.get(number):
+                    self._forget(session)
+            elif kind == OPEN:
+                if old := self._sessions.get(number):
+                    self._forget(old)
+                self._sessions[number] = DraftSession(number, epoch)
+            session = self._sessions.get(number)
+            if kind in (OPEN, COMMIT):
+                if session is None or session.epoch != epoch or len(session.tokens) != position:
+                    self._metrics.unmatched.inc()
+                    continue
+                session.tokens.extend(new)
+                if wanted:
+                    wanting.append(session)
+                    steps.append(min(wanted, self._max_steps))
+        return wanting, steps
+
+    def _forget(self, session: DraftSession) -> None:
+        del self._sessions[session.id]
+        self._drafter.forget(session)
+
+    def _propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> Sequence[Sequence[int]]:
+        try:
+            drafts = self._drafter.propose(sessions, steps)
+            return [list(ids)[:k] for ids, k in zip(drafts, steps, strict=True)]
+        except Exception:  # a drafter is anybody's code, and may cost speed only
+            self._metrics.faults.inc()
+            log.exception("the drafter failed; this cycle goes on without drafts")
+            return [[] for _ in sessions]
+
+    def _write(
+        self, cycle: int, sessions: Sequence[DraftSession], drafts: Sequence[Sequence[int]], seconds: float
+    ) -> None:
+        flat = [token if -1 <= token < 2**31 else -1 for ids in drafts for token in ids]  # -1 is refused over there
+        rows = np.array([(s.id, s.epoch, len(ids)) for s, ids in zip(sessions, drafts, strict=True)], PROPOSAL_ROW)
+        head = np.zeros(1, PROPOSAL_HEAD)
+        head[0] = (cycle, len(rows), len(flat), int(seconds * 1e6))
+        self._proposals.write(head, rows, np.array(flat, np.int32))  # a full ring: the verifier has given up on these
+        self._metrics.proposals.inc()
+        self._metrics.tokens.inc(len(flat))
+        self._metrics.seconds.observe(seconds)

@@ -1,0 +1,81 @@
+"""Runs a command so that nothing of it outlives its starter.
+
+    starter ──pipe──► guard (leads a process group) ──► command ──► its children, all in the group
+
+The guard reads the pipe. When the starter ends, however it ends, the kernel closes the pipe and the guard kills the
+whole group, also while the command is still loading. This covers grandchildren, which PR_SET_PDEATHSIG does not.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+
+class Guarded:
+    """A running guarded command."""
+
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, log: IO[bytes] | int | None = None
+    ) -> None:
+        read_end, self._write_end = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), str(read_end), *command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(read_end,),
+            start_new_session=True,
+        )
+        os.close(read_end)
+
+    @property
+    def pid(self) -> int:
+        """The guard's pid, which is also the process group of the command."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The command's exit code once it has ended."""
+        return self._process.poll()
+
+    def signal_all(self, number: int) -> None:
+        """Sends a signal to every process of the command and to the guard."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def stop(self, grace_s: float = 10.0) -> int:
+        """SIGTERM to the command, and after `grace_s` SIGKILL to all of its group. Returns the exit code."""
+        if self.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        self.signal_all(signal.SIGKILL)  # also what the command left behind
+        code = self._process.wait()
+        if self._write_end >= 0:
+            os.close(self._write_end)
+            self._write_end = -1
+        return code
+
+
+def _main(read_end: int, command: list[str]) -> int:
+    child = subprocess.Popen(command)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: child.send_signal(number))
+
+    def watch() -> None:
+        os.read(read_end, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(_main(int(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,7 @@
+"""`python -m specdec.router` is `specdec router`."""
+
+import sys
+
+from specdec.cli import main
+
+sys.exit(main(["router", *sys.argv[1:]]))

@@ -1,0 +1,319 @@
+"""A pair as the router knows it: the stream of orders and verdicts, and which session belongs to which request."""
+
+import asyncio
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from specdec.errors import PairUnavailable
+from specdec.proto import speculation_pb2 as pb
+from specdec.proto import speculation_pb2_grpc as pb_grpc
+from specdec.router.steps import Order
+from specdec.telemetry import RouterMetrics
+
+log = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"specdec-[0-9a-f]{32}")
+_RETRY_S = 0.25
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one cycle did for one session; times are the whole batch's."""
+
+    session: "Session"
+    order: int
+    kind: int
+    steps: int
+    proposed: int
+    accepted: int
+    committed: int
+    batch: int = 0
+    draft_us: int = 0
+    schedule_us: int = 0
+    verify_us: int = 0
+    output_us: int = 0
+    reason: int = 0
+
+
+@dataclass(eq=False)
+class Session:
+    """One generation. Counts are sums over its verdicts."""
+
+    id: int
+    slot: int
+    request: "Request"
+    context: int
+    orders: int = 0
+    cycles: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    committed: int = 0
+    finished: bool = False
+    sent_at: dict[int, float] = field(default_factory=dict)  # order: when it was sent, until a verdict names it
+    _verdicts: deque[Verdict | None] = field(default_factory=deque)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a cycle, over the cycles so far."""
+        return (self.accepted + self.cycles) / self.cycles if self.cycles else 1.0
+
+    def push(self, verdict: Verdict | None) -> None:
+        """A verdict for the loop; None: one was lost on the way."""
+        self._verdicts.append(verdict)
+        self._arrived.set()
+
+    async def next_verdict(self) -> Verdict | None:
+        """Waits for the session's next verdict."""
+        while not self._verdicts:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._verdicts.popleft()
+
+
+@dataclass(eq=False)
+class Request:
+    """One HTTP request and the sessions it has become: n of them for each prompt."""
+
+    id: str
+    max_steps: int | None = None  # a cap on k from the request itself
+    sessions: list[Session] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def touch(self) -> None:
+        """Wakes whoever waits for the counts."""
+        self._changed.set()
+
+    async def settled(self, completion_tokens: int, timeout_s: float) -> tuple[int, int]:
+        """(accepted, rejected) draft tokens once the verdicts account for all tokens, or after `timeout_s`."""
+        until = time.monotonic() + timeout_s
+        while sum(s.committed for s in self.sessions) < completion_tokens and (left := until - time.monotonic()) > 0:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                break
+        accepted = min(sum(s.accepted for s in self.sessions), completion_tokens)
+        return accepted, max(0, sum(s.proposed for s in self.sessions) - accepted)
+
+
+class Pair:
+    """One pair. `run` keeps its stream open; `drive` is started for every session that opens."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        lease_ms: int,
+        metrics: RouterMetrics,
+        drive: Callable[["Pair", Session], Awaitable[None]],
+    ) -> None:
+        self.address = address
+        self._lease_ms, self._metrics, self._drive = lease_ms, metrics, drive
+        self.description: pb.PairDescription | None = None
+        self.connected = False
+        self._requests: dict[str, Request] = {}
+        self._sessions: dict[int, Session] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outbox: list[pb.Order] = []
+        self._posted = asyncio.Event()
+
+    # ---- what the proxy asks
+
+    @property
+    def http_url(self) -> str:
+        """Where the pair's vLLM answers. Raises PairUnavailable before the pair has been reached once."""
+        if self.description is None:
+            raise PairUnavailable(f"pair {self.address} has not been reached yet")
+        return self.description.http_url
+
+    @property
+    def ready(self) -> bool:
+        """Whether the pair's vLLM answered when last asked; it needs no loop to answer, only to speculate."""
+        return self.description is not None and self.description.engine_ready
+
+    @property
+    def load(self) -> int:
+        """Requests being answered."""
+        return len(self._requests)
+
+    def register(self, request: Request) -> None:
+        """Before the request is sent on: its sessions will be driven."""
+        self._requests[request.id] = request
+
+    def release(self, request: Request) -> None:
+        """After the request has been answered. Sessions still open are driven to their end."""
+        self._requests.pop(request.id, None)
+
+    # ---- what the loop asks
+
+    async def cycle(self, session: Session, order: Order) -> Verdict:
+        """See loop.Cycles."""
+        steps = order.steps if session.request.max_steps is None else min(order.steps, session.request.max_steps)
+        self._order(session, steps, order.window)
+        while (verdict := await session.next_verdict()) is None:
+            self._order(session, steps, order.window)
+        return verdict
+
+    def _order(self, session: Session, steps: int, window: int) -> None:
+        session.orders += 1
+        self._outbox.append(
+            pb.Order(
+                session=session.id,
+                slot=session.slot,
+                id=session.orders,
+                steps=steps,
+                window=window,
+                lease_ms=self._lease_ms,
+            )
+        )
+        session.sent_at[session.orders] = time.monotonic()
+        self._metrics.orders.inc()
+        self._posted.set()
+
+    # ---- the stream
+
+    async def run(self) -> None:
+        """Keeps the loop's stream to the pair open until cancelled; when it breaks, sessions end here and go on there."""
+        told = ""
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(self.address) as channel:
+                    stub = pb_grpc.SpeculationStub(channel)
+                    self.description = await stub.Describe(pb.DescribeRequest(), timeout=2)
+                    poll = asyncio.create_task(self._poll(stub))
+                    try:
+                        await self._stream(stub)
+                    finally:
+                        poll.cancel()
+                told = ""
+            except (grpc.aio.AioRpcError, PairUnavailable) as error:
+                reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                if reason != told:
+                    told = reason
+                    log.warning("pair %s: %s", self.address, reason)
+            finally:
+                self._lost()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _poll(self, stub: Any) -> None:
+        while True:
+            await asyncio.sleep(0.25 if not self.ready else 1.0)
+            try:
+                self.description = await stub.Describe(pb.DescribeRequest(), timeout=2)
+            except grpc.aio.AioRpcError:
+                continue  # the stream itself notices a pair that is gone
+
+    async def _stream(self, stub: Any) -> None:
+        call = stub.Loop()
+        writer = asyncio.create_task(self._write(call))
+        writer.add_done_callback(lambda _: call.cancel())
+        try:
+            async for frame in call:
+                self._on_frame(frame)
+        except asyncio.CancelledError:
+            if writer.done() and not writer.cancelled():
+                raise PairUnavailable(f"writing to pair {self.address} failed: {writer.exception()}") from None
+            raise
+        finally:
+            writer.cancel()
+            call.cancel()
+
+    async def _write(self, call: Any) -> None:
+        """Orders as they come, all that are due in one frame; without any, a sign of life."""
+        await call.write(pb.OrderFrame(lease_ms=self._lease_ms))
+        self.connected = True
+        self._metrics.pair_up.labels(self.address).set(1)
+        while True:
+            try:
+                await asyncio.wait_for(self._posted.wait(), self._lease_ms / 4000)
+            except TimeoutError:
+                pass
+            self._posted.clear()
+            orders, self._outbox = self._outbox, []
+            await call.write(pb.OrderFrame(orders=orders, lease_ms=self._lease_ms))
+
+    def _lost(self) -> None:
+        """The stream broke: the pair runs its sessions plainly, and what they do is not heard of any more."""
+        if self.connected:
+            log.warning("pair %s: the loop's stream ended; its sessions decode plainly", self.address)
+        self.connected = False
+        self._metrics.pair_up.labels(self.address).set(0)
+        if self.description is not None:
+            self.description.engine_ready = False
+        for session in list(self._sessions.values()):
+            self._close(session)
+        self._outbox.clear()
+
+    def _on_frame(self, frame: pb.VerdictFrame) -> None:
+        for opened in frame.opened:
+            self._on_opened(opened)
+        if frame.lost:
+            for session in self._sessions.values():
+                session.push(None)
+        for verdict in frame.verdicts:
+            session = self._sessions.get(verdict.session)
+            if session is not None:
+                self._on_verdict(session, verdict, frame)
+
+    def _on_opened(self, opened: pb.Opened) -> None:
+        found = _REQUEST_ID.search(opened.request_id)
+        request = self._requests.get(found.group()) if found else None
+        if request is None or opened.session in self._sessions:
+            return  # another router's, or sent to vLLM directly
+        session = Session(opened.session, opened.slot, request, opened.prompt_tokens)
+        request.sessions.append(session)
+        self._sessions[session.id] = session
+        self._metrics.sessions.set(len(self._sessions))
+        task = asyncio.ensure_future(self._drive(self, session))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _on_verdict(self, session: Session, verdict: pb.Verdict, frame: pb.VerdictFrame) -> None:
+        session.context = verdict.context
+        session.proposed += verdict.proposed
+        session.accepted += verdict.accepted
+        session.committed += verdict.committed
+        session.request.touch()
+        if verdict.kind == pb.VERDICT_KIND_CLOSED:
+            self._close(session)
+            return
+        if verdict.kind != pb.VERDICT_KIND_CYCLE:
+            return
+        session.cycles += 1
+        if not verdict.order:
+            return  # the standing order's: nobody waits for it
+        self._metrics.verdicts.inc()
+        if (sent_at := session.sent_at.get(verdict.order)) is not None:
+            self._metrics.order_lag.observe(time.monotonic() - sent_at)
+            session.sent_at = {order: at for order, at in session.sent_at.items() if order > verdict.order}
+        session.push(
+            Verdict(
+                session,
+                verdict.order,
+                verdict.kind,
+                verdict.steps,
+                verdict.proposed,
+                verdict.accepted,
+                verdict.committed,
+                frame.batch,
+                frame.draft_us,
+                frame.schedule_us,
+                frame.verify_us,
+                frame.output_us,
+                verdict.reason,
+            )
+        )
+
+    def _close(self, session: Session) -> None:
+        self._sessions.pop(session.id, None)
+        self._metrics.sessions.set(len(self._sessions))
+        session.finished = True
+        session.push(Verdict(session, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
+        session.request.touch()

@@ -1,0 +1,247 @@
+"""Forwards a request to a pair's vLLM and its answer back, chunk by chunk.
+
+Two things are changed on the way, both only for chat and text completions: `"speculative"` is taken out of the request,
+and `usage` gets the counts of the draft's tokens.
+"""
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from specdec.errors import PairUnavailable
+from specdec.router.pairs import Pair, Request
+from specdec.telemetry import RouterMetrics
+
+GENERATING = ("/v1/chat/completions", "/v1/completions")
+_SETTLE_S = 0.05  # how long an answer waits for its last verdict
+# Hop by hop (RFC 9110, 7.6.1), or set anew by whoever sends.
+_DROPPED = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
+    + ("transfer-encoding", "upgrade", "host", "content-length", "x-request-id", "accept-encoding", "date", "server")
+)
+_ID_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+@dataclass(frozen=True)
+class ApiError(Exception):
+    """An error in OpenAI's form. `param` names the field at fault."""
+
+    status: int
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+
+    def response(self) -> Response:
+        """The HTTP answer."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        headers = {"retry-after": "2"} if self.status in (429, 503) else {}
+        return Response(json.dumps({"error": error}), self.status, headers, "application/json")
+
+
+def parse_speculative(value: Any) -> int | None:
+    """A request's own cap on k: None for "auto", 0 for "off", n for {"steps": n}. Raises ApiError (400)."""
+    if value == "auto":
+        return None
+    if value == "off":
+        return 0
+    if isinstance(value, dict) and set(value) == {"steps"}:
+        steps = value["steps"]
+        if isinstance(steps, int) and not isinstance(steps, bool) and 0 <= steps <= 64:
+            return steps
+    raise ApiError(400, 'speculative must be "auto", "off" or {"steps": n} with n from 0 to 64', param="speculative")
+
+
+async def read_body(http: HttpRequest, limit: int) -> bytes:
+    """The request's body. Raises ApiError (413) as soon as it is larger than `limit` bytes."""
+    too_large = ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
+    length = http.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise too_large
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > limit:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def prepare(path: str, body: bytes) -> tuple[bytes, int | None]:
+    """The body for vLLM and the request's cap on k. Leaves what is no JSON object to vLLM's own message."""
+    if path not in GENERATING or b'"speculative"' not in body:
+        return body, None
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return body, None
+    if not isinstance(fields, dict) or "speculative" not in fields:
+        return body, None
+    cap = parse_speculative(fields.pop("speculative"))
+    return json.dumps(fields).encode(), cap
+
+
+def add_counts(answer: dict[str, Any], accepted: int, rejected: int) -> None:
+    """Puts the draft's counts where OpenAI's API has those of predicted outputs."""
+    usage = answer["usage"]
+    details = usage.get("completion_tokens_details") or {}
+    usage["completion_tokens_details"] = {
+        **details,
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": rejected,
+    }
+
+
+class Proxy:
+    """Forwards to pairs with one client."""
+
+    def __init__(self, client: httpx.AsyncClient, metrics: RouterMetrics, max_body: int) -> None:
+        self._client, self._metrics, self._max_body = client, metrics, max_body
+
+    async def forward(self, http: HttpRequest, pair: Pair) -> Response:
+        """The pair's answer to `http`. Raises ApiError for what the router itself refuses."""
+        path = http.url.path
+        body, cap = prepare(path, await read_body(http, self._max_body))
+        request = Request(f"specdec-{uuid.uuid4().hex}", cap)
+        given_id = http.headers.get("x-request-id", "")
+        answer_id = given_id if _ID_TEXT.fullmatch(given_id) else request.id
+        gone = asyncio.create_task(_disconnected(http))
+        started = time.monotonic()
+        pair.register(request)
+        try:
+            answer = await _unless(gone, self._send(http, pair, request, body))
+            self._metrics.first_byte.observe(time.monotonic() - started)
+        except BaseException as error:
+            gone.cancel()
+            pair.release(request)
+            if isinstance(error, httpx.HTTPError):
+                raise _unreachable(error) from error
+            raise
+        headers = _kept(answer.headers) | {"x-request-id": answer_id}
+        if answer.headers.get("content-type", "").startswith("text/event-stream"):
+            headers |= {"x-accel-buffering": "no", "cache-control": "no-cache"}
+        stream = self._relay(answer, pair, request, gone, path in GENERATING)
+        if path in GENERATING and answer.headers.get("content-type", "").startswith("application/json"):
+            parts = [part async for part in stream]  # one JSON document: whole before it can be given its counts
+            return Response(b"".join(parts), answer.status_code, headers)
+        return StreamingResponse(stream, answer.status_code, headers)
+
+    async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> httpx.Response:
+        headers = _kept(http.headers) | {"x-request-id": request.id, "accept-encoding": "identity"}
+        url = pair.http_url + http.url.path + (f"?{http.url.query}" if http.url.query else "")
+        return await self._client.send(self._client.build_request(http.method, url, headers=headers, content=body), stream=True)
+
+    async def _relay(
+        self, answer: httpx.Response, pair: Pair, request: Request, gone: "asyncio.Task[None]", counted: bool
+    ) -> AsyncIterator[bytes]:
+        """The answer's bytes. Ends vLLM's work when the client has gone, and the request's place however it ends."""
+        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+        try:
+            parts = answer.aiter_raw()
+            if not counted:
+                pass
+            elif is_stream:
+                parts = self._count_events(parts, request)
+            elif answer.status_code == 200:
+                parts = self._count_document(parts, request)
+            while (part := await _unless(gone, _next(parts))) is not None:
+                yield part
+        except httpx.HTTPError as error:
+            if not is_stream:
+                raise _unreachable(error) from error
+            # the status has been sent: say it in the stream, and do not end it as if it were whole
+            yield b"data: " + bytes(_unreachable(error).response().body) + b"\n\n"
+        finally:
+            gone.cancel()
+            pair.release(request)
+            await answer.aclose()
+
+    async def _count_events(self, parts: AsyncIterator[bytes], request: Request) -> AsyncIterator[bytes]:
+        """Server-sent events with the counts in those that carry usage; every other byte as it came."""
+        held = b""
+        async for part in parts:
+            held += part
+            while (end := held.find(b"\n\n")) >= 0:
+                event, held = held[: end + 2], held[end + 2 :]
+                yield await self._counted(event, request) if b'"usage":{' in event.replace(b" ", b"") else event
+        if held:
+            yield held
+
+    async def _counted(self, event: bytes, request: Request) -> bytes:
+        try:
+            answer = json.loads(event.removeprefix(b"data:"))
+            last = not answer["choices"]
+            accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S if last else 0)
+            add_counts(answer, accepted, rejected)
+        except (ValueError, KeyError, TypeError):
+            return event
+        return b"data: " + json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+    async def _count_document(self, parts: AsyncIterator[bytes], request: Request) -> AsyncIterator[bytes]:
+        body = b"".join([part async for part in parts])
+        try:
+            answer = json.loads(body)
+            accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S)
+            add_counts(answer, accepted, rejected)
+        except (ValueError, KeyError, TypeError):
+            yield body
+        else:
+            yield json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+def _kept(headers: Any) -> dict[str, str]:
+    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
+    return {name: value for name, value in headers.items() if name.lower() not in _DROPPED | named}
+
+
+def _unreachable(error: httpx.HTTPError) -> ApiError:
+    if isinstance(error, httpx.TimeoutException):
+        return ApiError(504, "the engine did not answer in time", "server_error", code="engine_timeout")
+    return ApiError(503, "the engine cannot be reached or broke off its answer", "server_error", code="engine_unavailable")
+
+
+async def _next(parts: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(parts, None)
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unless(gone: "asyncio.Task[None]", work: Any) -> Any:
+    """The result of `work`, which is cancelled, with ClientGone raised, if the client goes first."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def choose(pairs: list[Pair]) -> Pair:
+    """The ready pair with the fewest requests. Raises ApiError (503) if none is ready."""
+    ready = [pair for pair in pairs if pair.ready]
+    if not ready:
+        raise ApiError(503, "no pair is ready: its vLLM is starting, or its verifier is not reachable", "server_error", code="no_pair")
+    return min(ready, key=lambda pair: (not pair.connected, pair.load))
+
+
+__all__ = ["ApiError", "ClientGone", "PairUnavailable", "Proxy", "choose"]

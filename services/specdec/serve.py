@@ -1,0 +1,50 @@
+"""Serving an application beside other work in one event loop."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from typing import Any
+
+import uvicorn
+
+from specdec.errors import SettingsError
+
+
+class _Server(uvicorn.Server):
+    def capture_signals(self) -> Any:
+        """Signals belong to the service, which stops several servers in order."""
+        import contextlib
+
+        return contextlib.nullcontext()
+
+
+def listen(host: str, port: int, what: str) -> socket.socket:
+    """A bound listening socket. Raises SettingsError naming the setting when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(f"{what}: cannot listen on {host}:{port}: {error.strerror}") from error
+    listener.listen(1024)
+    return listener
+
+
+@asynccontextmanager
+async def serving(app: Any, listener: socket.socket, grace_s: float = 5) -> AsyncIterator[None]:
+    """Serves `app` on `listener` while the context is open; running answers get `grace_s` at its end."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=int(grace_s), ws="none"
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.005)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task

@@ -1,0 +1,98 @@
+"""How every service reads its settings: a flag beats an environment variable, which beats the file, then the default.
+
+Built only in a command's `main`, frozen afterwards. The file (`--config FILE` or SPECDEC_CONFIG) is YAML with one
+section a service:
+
+    router:
+      port: 8000
+    draft:
+      drafter: ngram
+"""
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from pydantic import ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from specdec.errors import SettingsError
+
+
+class Settings(BaseSettings):
+    """Base of each service's settings; a subclass names its `section` and its environment prefix."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", cli_kebab_case=True, cli_hide_none_type=True)
+
+    section: ClassVar[str]
+    config_file: ClassVar[Path | None] = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
+        if cls.config_file is not None:
+            sources.append(YamlConfigSettingsSource(settings_cls, cls.config_file, yaml_config_section=cls.section))
+        return tuple(sources)
+
+    @classmethod
+    def load(cls, argv: list[str]) -> Self:
+        """Settings from a command line's arguments, the environment and the file.
+
+        Raises SettingsError naming each bad setting. `--help` prints and exits 0, an unknown flag exits 2.
+        """
+        argv, config_file = _take_config(argv)
+        if config_file is not None and not config_file.is_file():
+            raise SettingsError(f"--config: there is no file {config_file}")
+        kind: type[Self] = type(cls.__name__, (cls,), {"config_file": config_file, "__doc__": cls.__doc__})
+        prefix = cls.model_config["env_prefix"]
+        source: CliSettingsSource[Any] = CliSettingsSource(
+            kind, cli_prog_name=f"specdec {cls.section}", cli_exit_on_error=True
+        )
+        source.root_parser.epilog = (
+            f"Every flag can be set as {prefix}<NAME> in the environment (--max-steps: {prefix}MAX_STEPS) or in the YAML "
+            f"file that --config FILE or SPECDEC_CONFIG names, under '{cls.section}:'."
+        )
+        try:
+            return kind(_cli_settings_source=source(args=argv))  # type: ignore[call-arg]
+        except ValidationError as error:
+            raise SettingsError(_explain(error, prefix)) from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise SettingsError(f"{config_file}: {error}") from error
+
+
+def _take_config(argv: list[str]) -> tuple[list[str], Path | None]:
+    rest, found = [], os.environ.get("SPECDEC_CONFIG")
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            found = next(words, None)
+            if found is None:
+                raise SettingsError("--config needs a file name")
+        elif word.startswith("--config="):
+            found = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return rest, Path(found) if found else None
+
+
+def _explain(error: ValidationError, prefix: str) -> str:
+    lines = []
+    for fault in error.errors():
+        name = ".".join(str(part) for part in fault["loc"])
+        flag = "--" + name.replace("_", "-")
+        got = "" if fault["type"] == "missing" else f" (got {fault['input']!r})"
+        lines.append(f"{flag}, {prefix}{name.upper()}: {fault['msg']}{got}")
+    return "\n".join(lines)

@@ -1,0 +1,273 @@
+"""The whole stack on one machine: verifier, draft and router as guarded processes on free ports.
+
+`specdec up`, the demo, the benchmark and the tests all start it here.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Self
+
+import httpx
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from specdec.channel.segment import sweep
+from specdec.errors import SetupError
+from specdec.guard import Guarded
+from specdec.model import demo_model
+from specdec.settings import Settings
+
+# What a small CPU machine needs; a user's own value of a variable wins.
+CPU_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_LOOPBACK = "127.0.0.1"
+_TAIL_LINES = 30
+Progress = Callable[[str], None]
+
+
+def quiet(_: str) -> None:
+    """No progress shown."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nothing listens on now. They are not reserved."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind((_LOOPBACK, 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+class Service:
+    """One guarded process with its log file and a URL that answers 200 once it is ready."""
+
+    def __init__(self, name: str, command: Sequence[str], ready_url: str, log: Path, env: Mapping[str, str]) -> None:
+        self.name, self.ready_url, self.log = name, ready_url, log
+        self._command, self._env = command, {**CPU_ENVIRONMENT, **os.environ, **env}
+        self.process: Guarded
+        self.start()
+
+    def start(self) -> None:
+        """Starts it (again)."""
+        with self.log.open("ab") as log:
+            self.process = Guarded(self._command, env=self._env, log=log)
+
+    def ready(self) -> bool:
+        """Whether it says so itself."""
+        try:
+            return httpx.get(self.ready_url, timeout=5, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Returns once ready. Raises SetupError with the log's end if it ends or takes longer."""
+        until = time.monotonic() + timeout_s
+        while not self.ready():
+            code = self.process.poll()
+            if code is not None:
+                raise SetupError(f"the {self.name} ended with exit code {code}; the end of {self.log}:\n{self.tail()}")
+            if time.monotonic() > until:
+                raise SetupError(f"the {self.name} was not ready after {timeout_s:.0f} s; the end of {self.log}:\n{self.tail()}")
+            time.sleep(0.1)
+
+    def tail(self) -> str:
+        """The log's last lines."""
+        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join(f"    {line}" for line in lines)
+
+
+class Plain(Service):
+    """vLLM without any plug-in: what speculation is compared with."""
+
+    def __init__(self, model: Path | str, logs: Path, vllm_args: Sequence[str] = (), env: Mapping[str, str] | None = None):
+        (port,) = free_ports(1)
+        self.url = f"http://{_LOOPBACK}:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--host", _LOOPBACK, "--port", str(port), *vllm_args]
+        super().__init__("plain vLLM", command, self.url + "/health", logs / "plain.log", env or {})
+
+
+class Stack:
+    """A verifier, its draft and a router. `url` is the router's, `vllm_url` the verifier's own vLLM."""
+
+    def __init__(
+        self,
+        model: Path | str,
+        logs: Path,
+        *,
+        drafter: str = "ngram",
+        router_args: Sequence[str] = (),
+        verifier_args: Sequence[str] = (),
+        vllm_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        port: int | None = None,
+        progress: Progress = quiet,
+    ) -> None:
+        vllm, self.control_port, verifier_health, draft_health, router = free_ports(5)
+        self.url, self.vllm_url = f"http://{_LOOPBACK}:{port or router}", f"http://{_LOOPBACK}:{vllm}"
+        self.verifier_url, self.draft_url = f"http://{_LOOPBACK}:{verifier_health}", f"http://{_LOOPBACK}:{draft_health}"
+        self.pair = f"{os.getpid()}-{vllm}"
+        self._logs, self._env, self._progress = logs, dict(env or {}), progress
+        self.draft: Service | None = None
+        self.router: Service | None = None
+        self._draft_health, self._router_port, self._router_args = draft_health, port or router, list(router_args)
+        verifier_args = ["--model", str(model), "--pair", self.pair, "--port", str(vllm), *verifier_args]
+        verifier_args += ["--control-port", str(self.control_port), "--health-port", str(verifier_health)]
+        self.verifier = self._service("verifier", [*verifier_args, "--", *vllm_args], self.verifier_url)
+        try:
+            self.start_draft(drafter)
+            self.start_router()
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait_ready(self, timeout_s: float = 600) -> None:
+        """Returns once a request would be answered, with speculation. Raises SetupError with the log of what failed."""
+        for service in (self.draft, self.verifier, self.router):
+            assert service is not None
+            self._progress(f"waiting for the {service.name}")
+            service.wait_ready(timeout_s)
+        self._await(lambda s: all(pair["loop"] and pair["draft"]["up"] for pair in s["pairs"]), "the loop", timeout_s)
+        self._progress("ready")
+
+    def start_draft(self, drafter: str) -> None:
+        """Starts a draft for the pair, stopping the one before."""
+        if self.draft is not None:
+            self.draft.process.stop()
+        args = ["--pair", self.pair, "--drafter", drafter, "--health-port", str(self._draft_health)]
+        self.draft = self._service("draft", args, self.draft_url)
+
+    def start_router(self, *args: str) -> None:
+        """Starts a router for the pair, stopping the one before; `args` come after those of the stack."""
+        if self.router is not None:
+            self.router.process.stop()
+        own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--port", str(self._router_port)]
+        self.router = self._service("router", [*own, *self._router_args, *args], self.url)
+
+    def stop(self) -> None:
+        """Stops router, draft and verifier, in this order, and removes what a killed verifier may have left."""
+        for service in (self.router, self.draft, self.verifier):
+            if service is not None:
+                service.process.stop()
+        sweep()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _service(self, name: str, args: Sequence[str], url: str) -> Service:
+        self._progress(f"starting the {name}")
+        command = [sys.executable, "-m", "specdec", name, *args]
+        return Service(name, command, url + "/readyz", self._logs / f"{name}.log", self._env)
+
+    def _await(self, met: Callable[[dict], bool], what: str, timeout_s: float) -> None:  # type: ignore[type-arg]
+        until = time.monotonic() + timeout_s
+        while not met(httpx.get(self.url + "/readyz", timeout=5, trust_env=False).json()):
+            if time.monotonic() > until:
+                raise SetupError(f"{what} was not up after {timeout_s:.0f} s")
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def log_folder(keep: Path | None = None) -> Iterator[Path]:
+    """A folder for the services' logs: `keep` if given, else a temporary one that stays only where something failed."""
+    folder = keep or Path(tempfile.mkdtemp(prefix="specdec-logs-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+    if keep is None:
+        for file in folder.glob("*.log"):
+            file.unlink()
+        folder.rmdir()
+
+
+class UpSettings(Settings):
+    """Keep verifier, draft and router running on this machine until Ctrl-C, which stops all of it. A draft or router that
+    dies is started again. vLLM's own arguments follow after `--`."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_UP_")
+    section: ClassVar[str] = "up"
+
+    model: str = Field("", description="a model folder or a name vLLM can load; default the demo model, SmolLM2-135M-Instruct")
+    drafter: str = Field("ngram", description="as specdec draft --drafter")
+    port: int = Field(8000, ge=1, le=65535, description="the router's OpenAI API; the other ports are chosen free")
+    policy: str = Field("accept-length", description="as specdec router --policy")
+    steps: int = Field(4, ge=0, le=64, description="as specdec router --steps")
+    window: int = Field(4, ge=1, le=64, description="as specdec router --window")
+    logs: Path | None = Field(None, description="folder for the services' logs; default a temporary one, printed")
+
+
+def say(text: str) -> None:
+    """Progress, on standard error."""
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def up(argv: list[str]) -> int:
+    """`specdec up`."""
+    from specdec.cli import split_extra
+
+    ours, vllm_args = split_extra(argv)
+    settings = UpSettings.load(ours)
+    model = settings.model or str(demo_model())
+    if not vllm_args and not settings.model:
+        vllm_args = DEMO_VLLM_ARGS
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    with log_folder(settings.logs) as logs:
+        say(f"logs in {logs}")
+        router_args = ["--policy", settings.policy, "--steps", str(settings.steps), "--window", str(settings.window)]
+        with Stack(
+            model, logs, drafter=settings.drafter, router_args=router_args, vllm_args=vllm_args,
+            port=settings.port, progress=say,
+        ) as stack:  # fmt: skip
+            waiter = threading.Thread(target=_wait_or_stop, args=(stack, stopping), daemon=True)
+            waiter.start()
+            return _keep_up(stack, stopping)
+
+
+DEMO_VLLM_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--enforce-eager", "--served-model-name", "SmolLM2-135M-Instruct"]
+
+
+def _wait_or_stop(stack: Stack, stopping: threading.Event) -> None:
+    try:
+        stack.wait_ready()
+    except SetupError as error:
+        if not stopping.is_set():
+            print(f"specdec up: {error}", file=sys.stderr)
+            stopping.set()
+        return
+    say(f"OpenAI API at {stack.url}/v1 — Ctrl-C stops everything")
+
+
+def _keep_up(stack: Stack, stopping: threading.Event) -> int:
+    backoff_s = 1.0
+    while not stopping.wait(0.5):
+        if (code := stack.verifier.process.poll()) is not None:
+            print(f"specdec up: the verifier ended with exit code {code}:\n{stack.verifier.tail()}", file=sys.stderr)
+            return 1
+        for service in (stack.draft, stack.router):
+            if service is not None and (code := service.process.poll()) is not None:
+                say(f"the {service.name} ended with exit code {code}; starting it again in {backoff_s:.0f} s")
+                if stopping.wait(backoff_s):
+                    break
+                backoff_s = min(30.0, 2 * backoff_s)
+                service.start()
+    say("stopping")
+    return 0

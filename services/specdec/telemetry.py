@@ -1,0 +1,104 @@
+"""The one place that names metrics, and the health routes every service has.
+
+Each service makes its own registry (no global state), so that several can live in one process in tests.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+def setup_logging(service: str, level: str = "INFO") -> None:
+    """One line a record on standard error, the service's name in each."""
+    logging.basicConfig(level=level, format=f"%(asctime)s {service} %(levelname)s %(message)s", force=True)
+    for noisy in ("httpx", "httpcore", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class PairMetrics:
+    """What a pair did, counted by its verifier from the verdicts."""
+
+    def __init__(self) -> None:
+        r = self.registry = CollectorRegistry()
+        self.cycles = Counter("specdec_cycles", "Engine cycles that committed tokens", registry=r)
+        self.tokens = Counter("specdec_tokens", "Tokens delivered, prompts' first tokens included", registry=r)
+        self.proposed = Counter("specdec_proposed_tokens", "Draft tokens verified", registry=r)
+        self.accepted = Counter("specdec_accepted_tokens", "Draft tokens that stood", registry=r)
+        self.unproposed = Counter(
+            "specdec_short_cycles", "Session cycles that verified fewer drafts than ordered", ["reason"], registry=r
+        )
+        self.accept_length = Histogram(
+            "specdec_accept_length", "Tokens a session's cycle delivered", registry=r, buckets=range(1, 18)
+        )
+        self.stage = Histogram(
+            "specdec_stage_seconds", "Time of a cycle's stages", ["stage"], registry=r, buckets=_SECONDS
+        )
+        self.sessions = Gauge("specdec_sessions", "Sessions open now", registry=r)
+        self.draft_up = Gauge("specdec_draft_up", "1 while the pair has a draft that answers", registry=r)
+        self.routers = Gauge("specdec_routers", "Routers whose orders the pair follows now", registry=r)
+        self.lost = Counter("specdec_lost_verdict_frames", "Verdict frames that found the ring full", registry=r)
+
+
+class DraftMetrics:
+    """What a draft did."""
+
+    def __init__(self) -> None:
+        r = self.registry = CollectorRegistry()
+        self.proposals = Counter("specdec_draft_proposals", "Proposal frames written", registry=r)
+        self.tokens = Counter("specdec_draft_tokens", "Draft tokens proposed", registry=r)
+        self.seconds = Histogram("specdec_draft_seconds", "From an outcome's arrival to its proposal", registry=r, buckets=_SECONDS)
+        self.sessions = Gauge("specdec_draft_sessions", "Sessions whose tokens the draft holds", registry=r)
+        self.unmatched = Counter("specdec_draft_unmatched_rows", "Outcome rows that fitted no session", registry=r)
+        self.garbage = Counter("specdec_draft_garbage_frames", "Outcome frames that were never whole", registry=r)
+        self.faults = Counter("specdec_draft_faults", "Drafter calls that raised", registry=r)
+
+
+class RouterMetrics:
+    """What the router did."""
+
+    def __init__(self) -> None:
+        r = self.registry = CollectorRegistry()
+        self.requests = Counter("specdec_router_requests", "Requests answered", ["route", "status"], registry=r)
+        self.in_flight = Gauge("specdec_router_requests_in_flight", "Requests being answered", registry=r)
+        self.first_byte = Histogram(
+            "specdec_router_first_byte_seconds", "Until the engine's first byte", registry=r, buckets=_SECONDS
+        )
+        self.orders = Counter("specdec_router_orders", "Orders sent", registry=r)
+        self.verdicts = Counter("specdec_router_verdicts", "Verdicts on those orders", registry=r)
+        self.sessions = Gauge("specdec_router_sessions", "Sessions driven now", registry=r)
+        self.pair_up = Gauge("specdec_router_pair_up", "1 while the loop's stream to the pair is open", ["pair"], registry=r)
+        self.order_lag = Histogram(
+            "specdec_router_verdict_lag_seconds", "From an order to its verdict", registry=r, buckets=_SECONDS
+        )
+
+
+def health_routes(app: FastAPI, registry: CollectorRegistry, readiness: Callable[[], dict[str, Any]]) -> None:
+    """Adds /livez (the event loop turns), /readyz (503 with reasons until `readiness()["ready"]`) and /metrics."""
+    started = time.monotonic()
+
+    @app.get("/livez")
+    async def livez() -> dict[str, Any]:
+        return {"live": True, "uptime_s": round(time.monotonic() - started, 1)}
+
+    @app.get("/readyz")
+    async def readyz() -> JSONResponse:
+        state = readiness()
+        return JSONResponse(state, status_code=200 if state["ready"] else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def health_app(registry: CollectorRegistry, readiness: Callable[[], dict[str, Any]]) -> FastAPI:
+    """An application with nothing but the health routes."""
+    app = FastAPI(openapi_url=None)
+    health_routes(app, registry, readiness)
+    return app

@@ -1,0 +1,173 @@
+"""gRPC to routers: orders into the order table, verdicts out of the ring, a frame a cycle."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import numpy as np
+
+from specdec.channel.layout import CLOSED, CYCLE, OPENED_ROW, REASONS, VERDICT_HEAD, VERDICT_ROW
+from specdec.channel.segment import Segment, now_ns
+from specdec.proto import speculation_pb2 as pb
+from specdec.proto import speculation_pb2_grpc as pb_grpc
+from specdec.telemetry import PairMetrics
+
+log = logging.getLogger(__name__)
+_QUEUE_FRAMES = 4096  # a router this far behind is dropped: it would order for cycles long past
+
+
+class _Router:
+    """One connected router."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[pb.VerdictFrame | None] = asyncio.Queue(_QUEUE_FRAMES)
+        self.until_ns = 0
+
+
+class Control(pb_grpc.SpeculationServicer):
+    """Serves `Loop` and `Describe`. The only writer of the order table, the only reader of the verdict ring."""
+
+    def __init__(self, segment: Segment, describe: Callable[[], pb.PairDescription], metrics: PairMetrics) -> None:
+        self._segment, self._describe, self._metrics = segment, describe, metrics
+        self._orders, self._bell = segment.orders, segment.bell("control.order_bell")
+        self._until = segment.word("control.router_until_ns")
+        self._verdicts = segment.reader("verdicts")
+        self._routers: set[_Router] = set()
+        self._open: dict[int, pb.Opened] = {}
+        self._running = True
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pump = threading.Thread(target=self._pump_verdicts, name="verdicts", daemon=True)
+
+    def start(self) -> None:
+        """Starts passing verdicts on, in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._pump.start()
+
+    def stop(self) -> None:
+        """Ends every router's stream and the pump; sessions go on under the standing order."""
+        self._running = False
+        self._pump.join(1)
+        for router in self._routers:
+            _offer(router, None)
+        self._until.value = 0
+
+    @property
+    def routers(self) -> int:
+        """Routers connected now."""
+        return len(self._routers)
+
+    # ---- gRPC
+
+    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.PairDescription:  # noqa: N802
+        return self._describe()
+
+    async def Loop(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.OrderFrame], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.VerdictFrame]:
+        router = _Router()
+        if self._open:  # sessions older than this router: it may know them from before its stream broke
+            router.frames.put_nowait(pb.VerdictFrame(opened=list(self._open.values())))
+        self._routers.add(router)
+        reader = asyncio.create_task(self._read_orders(router, request_iterator))
+        log.info("router %s joined", context.peer())
+        try:
+            while (frame := await router.frames.get()) is not None:
+                yield frame
+        finally:
+            reader.cancel()
+            self._routers.discard(router)
+            self._renew()
+            log.info("router %s left", context.peer())
+
+    async def _read_orders(self, router: _Router, frames: AsyncIterator[pb.OrderFrame]) -> None:
+        try:
+            async for frame in frames:
+                for order in frame.orders:
+                    if order.slot < self._orders.rows and order.id and order.window:
+                        self._orders.write(
+                            order.slot, order.session, order.id, min(order.steps, 0xFFFF), order.window, order.lease_ms
+                        )
+                router.until_ns = now_ns() + frame.lease_ms * 1_000_000
+                self._renew()
+                if frame.orders:
+                    self._bell.ring()
+        finally:
+            _offer(router, None)  # the router has hung up: its stream of verdicts ends too
+
+    def _renew(self) -> None:
+        self._until.value = max((router.until_ns for router in self._routers), default=0)
+
+    # ---- verdicts
+
+    def _pump_verdicts(self) -> None:
+        while self._running:
+            body = self._verdicts.wait(0.2)
+            if body is None:
+                continue
+            frame = _decode(body)
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._publish, frame)
+
+    def _publish(self, frame: pb.VerdictFrame) -> None:
+        for opened in frame.opened:
+            self._open[opened.session] = opened
+        for verdict in frame.verdicts:
+            if verdict.kind == CLOSED:
+                self._open.pop(verdict.session, None)
+        self._count(frame)
+        for router in list(self._routers):
+            _offer(router, frame)
+
+    def _count(self, frame: pb.VerdictFrame) -> None:
+        m = self._metrics
+        m.sessions.set(len(self._open))
+        m.lost.inc(frame.lost)
+        decoded = False
+        for verdict in frame.verdicts:
+            m.tokens.inc(verdict.committed)
+            if verdict.kind != CYCLE:
+                continue
+            decoded = True
+            m.proposed.inc(verdict.proposed)
+            m.accepted.inc(verdict.accepted)
+            m.accept_length.observe(verdict.committed)
+            if verdict.proposed < verdict.steps:
+                m.unproposed.labels(REASONS[verdict.reason]).inc()
+        if decoded:
+            m.cycles.inc()
+            for stage in ("draft", "schedule", "verify", "output"):
+                m.stage.labels(stage).observe(getattr(frame, f"{stage}_us") / 1e6)
+
+
+def _offer(router: _Router, frame: pb.VerdictFrame | None) -> None:
+    try:
+        router.frames.put_nowait(frame)
+    except asyncio.QueueFull:
+        while not router.frames.empty():
+            router.frames.get_nowait()
+        router.frames.put_nowait(None)
+
+
+def _decode(body: bytes) -> pb.VerdictFrame:
+    head = np.frombuffer(body, VERDICT_HEAD, 1)[0]
+    opened_at = VERDICT_HEAD.itemsize
+    rows_at = opened_at + int(head["opened"]) * OPENED_ROW.itemsize
+    frame = pb.VerdictFrame(
+        cycle=int(head["cycle"]),
+        batch=int(head["batch"]),
+        draft_us=int(head["draft_us"]),
+        schedule_us=int(head["schedule_us"]),
+        verify_us=int(head["verify_us"]),
+        output_us=int(head["output_us"]),
+        lost=int(head["lost"]),
+    )
+    for session, slot, prompt_tokens, request_id in np.frombuffer(body, OPENED_ROW, int(head["opened"]), opened_at).tolist():
+        frame.opened.add(
+            session=session, slot=slot, prompt_tokens=prompt_tokens, request_id=request_id.decode(errors="replace")
+        )
+    names = ("session", "order", "kind", "reason", "steps", "proposed", "accepted", "committed", "context")
+    for row in np.frombuffer(body, VERDICT_ROW, int(head["rows"]), rows_at).tolist():
+        frame.verdicts.add(**dict(zip(names, row, strict=True)))
+    return frame

@@ -1,0 +1,57 @@
+"""vLLM's CPU worker with its drafting taken out and one of its kernels mended (`--worker-cls`, model runner V1)."""
+
+from typing import Any
+
+import torch
+import vllm.v1.worker.cpu_worker as cpu_worker
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:  # [batch], [batch] -> [num_tokens]
+    """Repeats each row's value for each of its draft tokens, for every dtype.
+
+    vLLM 0.32's CPU kernel writes int64 only (vllm#55005): temperature, top_k and top_p arrive as uninitialised memory,
+    and every sampled answer of a speculative batch is noise.
+    """
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    expanded = torch.repeat_interleave(x, counts.long(), output_size=num_tokens)
+    if replace_from == replace_to:
+        return expanded
+    return torch.where(expanded == replace_from, torch.as_tensor(replace_to, dtype=x.dtype), expanded)
+
+
+class NoProposer:
+    """`method: custom_class` wants a class. Proposals come through the channel instead; this one proposes nothing."""
+
+    def __init__(self, vllm_config: Any) -> None: ...
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+class Runner(CPUModelRunner):
+    def propose_draft_token_ids(
+        self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+    def take_draft_token_ids(self) -> None:
+        return None  # the scheduler sets drafts itself, from the channel
+
+    def _copy_draft_token_ids_to_cpu(self, scheduler_output: Any, zeros_only: bool = False) -> None:
+        """Nothing to copy. Near the context limit the base class would, through buffers that a CPU has not."""
+
+
+class Worker(cpu_worker.CPUWorker):
+    def init_device(self) -> None:
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        original, cpu_worker.CPUModelRunner = cpu_worker.CPUModelRunner, Runner
+        try:
+            super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = original

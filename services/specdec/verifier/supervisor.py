@@ -1,0 +1,171 @@
+"""The verifier: makes the segment, starts vLLM with the plug-ins, serves control and health, stops all of it."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import grpc
+import httpx
+
+import specdec
+from specdec.channel.layout import Layout
+from specdec.channel.segment import Role, Segment, now_ns, segment_path
+from specdec.errors import SetupError
+from specdec.guard import Guarded
+from specdec.proto import speculation_pb2 as pb
+from specdec.proto import speculation_pb2_grpc as pb_grpc
+from specdec.serve import listen, serving
+from specdec.telemetry import PairMetrics, health_app
+from specdec.verifier.control import Control
+from specdec.verifier.seams import vllm_version
+from specdec.verifier.settings import VerifierSettings
+
+log = logging.getLogger(__name__)
+_BEAT_LATE_NS = 2_000_000_000
+# What the plug-ins are told to vLLM with; a user's own copy of one would take them out again.
+OURS = ("--worker-cls", "--scheduler-cls", "--speculative-config", "--model", "--host", "--port", "--max-num-seqs")
+
+
+def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
+    """vLLM's stock OpenAI server with the plug-ins. Raises SetupError if `extra` takes one of them out."""
+    for word in extra:
+        if word.partition("=")[0].replace("_", "-") in OURS:
+            raise SetupError(f"{word}: the verifier sets this itself; use its own flag, or leave it out")
+    speculation = {
+        "method": "custom_class",
+        "model": "specdec.verifier.cpu.NoProposer",
+        "num_speculative_tokens": settings.max_steps,
+    }
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", settings.model, "--host", settings.host, "--port", str(settings.port)),
+        *("--max-num-seqs", str(settings.max_num_seqs)),
+        *("--worker-cls", "specdec.verifier.cpu.Worker"),
+        *("--scheduler-cls", "specdec.verifier.scheduler.Scheduler"),
+        *("--speculative-config", json.dumps(speculation)),
+        *extra,
+    ]
+
+
+def engine_environment(**more: str) -> dict[str, str]:
+    """vLLM's environment: the user's, and what a CPU needs where the user says nothing."""
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    return {**defaults, **os.environ, **more}
+
+
+class Supervisor:
+    """One verifier process."""
+
+    def __init__(self, settings: VerifierSettings, extra: list[str]) -> None:
+        self._settings = settings
+        self._command = engine_command(settings, extra)
+        self._vllm_version = vllm_version()
+        self._url = settings.advertise or f"http://{settings.host}:{settings.port}"
+        self._engine_ready = False
+        self._metrics = PairMetrics()
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serves until SIGTERM or SIGINT (returns 0) or until vLLM ends by itself (returns 1)."""
+        s = self._settings
+        health = listen(s.host, s.health_port, "--health-port")
+        listen(s.host, s.port, "--port").close()  # vLLM would find out only after loading the model
+        listen(s.host, s.control_port, "--control-port").close()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        with Segment.create(segment_path(s.pair), Layout(2 * s.max_num_seqs, s.max_steps)) as segment:
+            self._segment = segment
+            segment.word("control.draft_limit_us").value = int(s.draft_deadline_ms * 1000)
+            self._control = Control(segment, self._describe, self._metrics)
+            server = grpc.aio.server()
+            pb_grpc.add_SpeculationServicer_to_server(self._control, server)
+            server.add_insecure_port(f"{s.host}:{s.control_port}")
+            engine = Guarded(self._command, env=engine_environment(SPECDEC_SEGMENT=str(segment.path)))
+            self._control.start()
+            try:
+                async with serving(health_app(self._metrics.registry, self._readiness), health):
+                    await server.start()
+                    return await self._watch(engine)
+            finally:
+                self._control.stop()
+                await server.stop(1)
+                await asyncio.to_thread(engine.stop, s.stop_grace_s)
+
+    async def _watch(self, engine: Guarded) -> int:
+        deadline = time.monotonic() + self._settings.start_timeout_s
+        was_up = False
+        async with httpx.AsyncClient(timeout=5) as client:
+            while not self._stopping.is_set():
+                code = engine.poll()
+                if code is not None:
+                    log.error("vLLM ended with exit code %s; its own lines above say why", code)
+                    return 1
+                ready = await self._healthy(client)
+                if ready and not self._engine_ready:
+                    log.info("ready: %s on %s, pair %s", self._settings.model, self._url, self._settings.pair)
+                self._engine_ready = ready
+                if not ready and not was_up and time.monotonic() > deadline:
+                    log.error("vLLM was not ready after %.0f s", self._settings.start_timeout_s)
+                    return 1
+                was_up = was_up or ready
+                up, detail = self._draft_state()
+                if self._metrics.draft_up._value.get() != up:
+                    log.info("draft %s", detail if up else f"down: {detail}")
+                self._metrics.draft_up.set(up)
+                self._metrics.routers.set(self._control.routers)
+                try:
+                    await asyncio.wait_for(self._stopping.wait(), 1.0 if ready else 0.25)
+                except TimeoutError:
+                    continue
+        return 0
+
+    async def _healthy(self, client: httpx.AsyncClient) -> bool:
+        try:
+            return (await client.get(f"http://{self._settings.host}:{self._settings.port}/health")).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def _draft_state(self) -> tuple[bool, str]:
+        if not self._segment.alive(Role.DRAFT):
+            return False, "no draft process has joined the pair"
+        if not self._segment.word("draft.generation").value:
+            return False, "the draft is starting"
+        silent_ns = now_ns() - self._segment.word("draft.beat_ns").value
+        if silent_ns > _BEAT_LATE_NS:
+            return False, f"the draft has been silent for {silent_ns / 1e9:.0f} s"
+        return True, f"up, process {self._segment.word('draft.pid').value}"
+
+    def _readiness(self) -> dict[str, Any]:
+        up, detail = self._draft_state()
+        reasons = [] if self._engine_ready else ["vLLM does not answer /health yet"]
+        return {
+            "ready": self._engine_ready,
+            "reasons": reasons,
+            "draft": {"up": up, "detail": detail},
+            "routers": self._control.routers,
+        }
+
+    def _describe(self) -> pb.PairDescription:
+        up, detail = self._draft_state()
+        return pb.PairDescription(
+            pair=self._settings.pair,
+            model=self._settings.model,
+            http_url=self._url,
+            max_steps=self._settings.max_steps,
+            max_sessions=self._segment.layout.max_sessions,
+            engine_ready=self._engine_ready,
+            draft_up=up,
+            draft_detail=detail,
+            specdec_version=specdec.__version__,
+            vllm_version=self._vllm_version,
+        )
