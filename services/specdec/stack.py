@@ -82,7 +82,9 @@ class Service:
             if code is not None:
                 raise SetupError(f"the {self.name} ended with exit code {code}; the end of {self.log}:\n{self.tail()}")
             if time.monotonic() > until:
-                raise SetupError(f"the {self.name} was not ready after {timeout_s:.0f} s; the end of {self.log}:\n{self.tail()}")
+                raise SetupError(
+                    f"the {self.name} was not ready after {timeout_s:.0f} s; the end of {self.log}:\n{self.tail()}"
+                )
             time.sleep(0.1)
 
     def tail(self) -> str:
@@ -94,7 +96,9 @@ class Service:
 class Plain(Service):
     """vLLM without any plug-in: what speculation is compared with."""
 
-    def __init__(self, model: Path | str, logs: Path, vllm_args: Sequence[str] = (), env: Mapping[str, str] | None = None):
+    def __init__(
+        self, model: Path | str, logs: Path, vllm_args: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ):
         (port,) = free_ports(1)
         self.url = f"http://{_LOOPBACK}:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -115,16 +119,23 @@ class Stack:
         verifier_args: Sequence[str] = (),
         vllm_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        host: str = _LOOPBACK,
         port: int | None = None,
         progress: Progress = quiet,
     ) -> None:
         vllm, self.control_port, verifier_health, draft_health, router = free_ports(5)
-        self.url, self.vllm_url = f"http://{_LOOPBACK}:{port or router}", f"http://{_LOOPBACK}:{vllm}"
-        self.verifier_url, self.draft_url = f"http://{_LOOPBACK}:{verifier_health}", f"http://{_LOOPBACK}:{draft_health}"
+        reached = _LOOPBACK if host in ("0.0.0.0", "::") else host
+        self.url, self.vllm_url = f"http://{reached}:{port or router}", f"http://{_LOOPBACK}:{vllm}"
+        self.verifier_url, self.draft_url = (
+            f"http://{_LOOPBACK}:{verifier_health}",
+            f"http://{_LOOPBACK}:{draft_health}",
+        )
         self.pair = f"{os.getpid()}-{vllm}"
         self._logs, self._env, self._progress = logs, dict(env or {}), progress
+        self._host = host
         self.draft: Service | None = None
         self.router: Service | None = None
+        self._more_routers: list[Service] = []
         self._draft_health, self._router_port, self._router_args = draft_health, port or router, list(router_args)
         verifier_args = ["--model", str(model), "--pair", self.pair, "--port", str(vllm), *verifier_args]
         verifier_args += ["--control-port", str(self.control_port), "--health-port", str(verifier_health)]
@@ -138,11 +149,11 @@ class Stack:
 
     def wait_ready(self, timeout_s: float = 600) -> None:
         """Returns once a request would be answered, with speculation. Raises SetupError with the log of what failed."""
-        for service in (self.draft, self.verifier, self.router):
+        for service in (self.verifier, self.draft, self.router):  # without the verifier the others wait in vain
             assert service is not None
             self._progress(f"waiting for the {service.name}")
             service.wait_ready(timeout_s)
-        self._await(lambda s: all(pair["loop"] and pair["draft"]["up"] for pair in s["pairs"]), "the loop", timeout_s)
+        self._await_loop(self.url, timeout_s)
         self._progress("ready")
 
     def start_draft(self, drafter: str) -> None:
@@ -156,12 +167,23 @@ class Stack:
         """Starts a router for the pair, stopping the one before; `args` come after those of the stack."""
         if self.router is not None:
             self.router.process.stop()
-        own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--port", str(self._router_port)]
+        own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--host", self._host, "--port", str(self._router_port)]
         self.router = self._service("router", [*own, *self._router_args, *args], self.url)
 
+    def add_router(self, *args: str) -> str:
+        """Starts one more router for the pair and returns its URL once it can speculate."""
+        (port,) = free_ports(1)
+        url = f"http://{_LOOPBACK}:{port}"
+        own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--port", str(port)]
+        router = self._service("router", [*own, *args], url)
+        self._more_routers.append(router)
+        router.wait_ready(60)
+        self._await_loop(url, 60)
+        return url
+
     def stop(self) -> None:
-        """Stops router, draft and verifier, in this order, and removes what a killed verifier may have left."""
-        for service in (self.router, self.draft, self.verifier):
+        """Stops routers, draft and verifier, in this order, and removes what a killed verifier may have left."""
+        for service in (*self._more_routers, self.router, self.draft, self.verifier):
             if service is not None:
                 service.process.stop()
         sweep()
@@ -169,7 +191,9 @@ class Stack:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def _service(self, name: str, args: Sequence[str], url: str) -> Service:
@@ -177,11 +201,15 @@ class Stack:
         command = [sys.executable, "-m", "specdec", name, *args]
         return Service(name, command, url + "/readyz", self._logs / f"{name}.log", self._env)
 
-    def _await(self, met: Callable[[dict], bool], what: str, timeout_s: float) -> None:  # type: ignore[type-arg]
+    @staticmethod
+    def _await_loop(url: str, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
-        while not met(httpx.get(self.url + "/readyz", timeout=5, trust_env=False).json()):
+        while True:
+            state = httpx.get(url + "/readyz", timeout=5, trust_env=False).json()
+            if all(pair["loop"] and pair["draft"]["up"] for pair in state["pairs"]):
+                return
             if time.monotonic() > until:
-                raise SetupError(f"{what} was not up after {timeout_s:.0f} s")
+                raise SetupError(f"the loop was not up after {timeout_s:.0f} s: {state}")
             time.sleep(0.1)
 
 
@@ -198,14 +226,17 @@ def log_folder(keep: Path | None = None) -> Iterator[Path]:
 
 
 class UpSettings(Settings):
-    """Keep verifier, draft and router running on this machine until Ctrl-C, which stops all of it. A draft or router that
-    dies is started again. vLLM's own arguments follow after `--`."""
+    """Keep verifier, draft and router running on this machine until Ctrl-C, which stops all of it. A draft or router
+    that dies is started again. vLLM's own arguments follow after `--`."""
 
     model_config = SettingsConfigDict(env_prefix="SPECDEC_UP_")
     section: ClassVar[str] = "up"
 
-    model: str = Field("", description="a model folder or a name vLLM can load; default the demo model, SmolLM2-135M-Instruct")
+    model: str = Field(
+        "", description="a model folder or a name vLLM can load; default the demo model, SmolLM2-135M-Instruct"
+    )
     drafter: str = Field("ngram", description="as specdec draft --drafter")
+    host: str = Field("127.0.0.1", description="address the router listens on; the other services stay on loopback")
     port: int = Field(8000, ge=1, le=65535, description="the router's OpenAI API; the other ports are chosen free")
     policy: str = Field("accept-length", description="as specdec router --policy")
     steps: int = Field(4, ge=0, le=64, description="as specdec router --steps")
@@ -235,14 +266,22 @@ def up(argv: list[str]) -> int:
         router_args = ["--policy", settings.policy, "--steps", str(settings.steps), "--window", str(settings.window)]
         with Stack(
             model, logs, drafter=settings.drafter, router_args=router_args, vllm_args=vllm_args,
-            port=settings.port, progress=say,
+            host=settings.host, port=settings.port, progress=say,
         ) as stack:  # fmt: skip
             waiter = threading.Thread(target=_wait_or_stop, args=(stack, stopping), daemon=True)
             waiter.start()
             return _keep_up(stack, stopping)
 
 
-DEMO_VLLM_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--enforce-eager", "--served-model-name", "SmolLM2-135M-Instruct"]
+DEMO_VLLM_ARGS = [
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "2048",
+    "--enforce-eager",
+    "--served-model-name",
+    "SmolLM2-135M-Instruct",
+]
 
 
 def _wait_or_stop(stack: Stack, stopping: threading.Event) -> None:

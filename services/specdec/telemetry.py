@@ -53,7 +53,9 @@ class DraftMetrics:
         r = self.registry = CollectorRegistry()
         self.proposals = Counter("specdec_draft_proposals", "Proposal frames written", registry=r)
         self.tokens = Counter("specdec_draft_tokens", "Draft tokens proposed", registry=r)
-        self.seconds = Histogram("specdec_draft_seconds", "From an outcome's arrival to its proposal", registry=r, buckets=_SECONDS)
+        self.seconds = Histogram(
+            "specdec_draft_seconds", "From an outcome's arrival to its proposal", registry=r, buckets=_SECONDS
+        )
         self.sessions = Gauge("specdec_draft_sessions", "Sessions whose tokens the draft holds", registry=r)
         self.unmatched = Counter("specdec_draft_unmatched_rows", "Outcome rows that fitted no session", registry=r)
         self.garbage = Counter("specdec_draft_garbage_frames", "Outcome frames that were never whole", registry=r)
@@ -73,7 +75,9 @@ class RouterMetrics:
         self.orders = Counter("specdec_router_orders", "Orders sent", registry=r)
         self.verdicts = Counter("specdec_router_verdicts", "Verdicts on those orders", registry=r)
         self.sessions = Gauge("specdec_router_sessions", "Sessions driven now", registry=r)
-        self.pair_up = Gauge("specdec_router_pair_up", "1 while the loop's stream to the pair is open", ["pair"], registry=r)
+        self.pair_up = Gauge(
+            "specdec_router_pair_up", "1 while the loop's stream to the pair is open", ["pair"], registry=r
+        )
         self.order_lag = Histogram(
             "specdec_router_verdict_lag_seconds", "From an order to its verdict", registry=r, buckets=_SECONDS
         )

@@ -84,7 +84,12 @@ OUTCOME_ROW = np.dtype(
         ("tokens", "<u4"),  # how many of the frame's tokens are this row's
     ]
 )
-OPEN, COMMIT, CLOSE, RESET = 1, 2, 3, 4  # OPEN starts an epoch: what the draft knew of the session is void; RESET: of all
+OPEN, COMMIT, CLOSE, RESET = (
+    1,
+    2,
+    3,
+    4,
+)  # OPEN starts an epoch: what the draft knew of the session is void; RESET: of all
 
 # proposal: k draft tokens a session
 PROPOSAL_HEAD = np.dtype([("cycle", "<u8"), ("rows", "<u4"), ("tokens", "<u4"), ("draft_us", "<u8")])
@@ -189,10 +194,9 @@ class Layout:
     @property
     def hash(self) -> int:
         """Both sides compare it before the first frame: equal only if every offset and field above is equal."""
-        records = (IDENTITY, ORDER_ROW, SLOT_HEAD, OUTCOME_HEAD, OUTCOME_ROW, PROPOSAL_HEAD, PROPOSAL_ROW)
-        records += (VERDICT_HEAD, VERDICT_ROW, OPENED_ROW)
-        text = repr(
-            (VERSION, [str(r.descr) for r in records], ENGINE_WORDS, DRAFT_WORDS, CONTROL_WORDS, WORDS_AT, REASONS)
-            + (self.orders_start, self.verdicts, self.outcomes, self.proposals, self.max_sessions, self.max_steps)
-        )
+        records = [IDENTITY, ORDER_ROW, SLOT_HEAD, OUTCOME_HEAD, OUTCOME_ROW, PROPOSAL_HEAD, PROPOSAL_ROW]
+        records += [VERDICT_HEAD, VERDICT_ROW, OPENED_ROW]
+        fields = [str(record.descr) for record in records]
+        areas = (self.orders_start, self.verdicts, self.outcomes, self.proposals)
+        text = repr((VERSION, fields, ENGINE_WORDS, DRAFT_WORDS, CONTROL_WORDS, WORDS_AT, REASONS, areas, self))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

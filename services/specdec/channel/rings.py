@@ -49,12 +49,37 @@ class Bell(Word):
             futex.wait(self._address, seen & 0xFFFFFFFF, timeout_s)
 
 
+def _look(memory: memoryview, area: Area, sequence: int) -> tuple[int, bool, bytes | None]:
+    """Frame `sequence`: (the byte its slot starts at, whether the slot announces it, its body if that is whole)."""
+    at = area.start + (sequence - 1) % area.slots * area.slot_bytes
+    raw = bytes(memory[at : at + SLOT_HEAD.itemsize])
+    head = np.frombuffer(raw, SLOT_HEAD)[0]
+    length = int(head["length"])
+    if int(head["sequence"]) != sequence:
+        return at, False, None
+    if length <= area.slot_bytes - SLOT_HEAD.itemsize:
+        body = bytes(memory[at + SLOT_HEAD.itemsize : at + SLOT_HEAD.itemsize + length])
+        if zlib.crc32(body, zlib.crc32(raw[:12])) == int(head["crc"]):
+            return at, True, body
+    return at, True, None
+
+
 class RingWriter:
-    """The only writer of a ring."""
+    """The only writer of a ring. Frames are numbered from 1, and a new writer goes on where the last one ended."""
 
     def __init__(self, memory: memoryview, area: Area, read: Word, bell: Bell) -> None:
         self._memory, self._area, self._read, self._bell = memory, area, read, bell
-        self._sequence = bell.value  # frames are numbered from 1; slot = (number - 1) % slots. A new writer goes on.
+        # The last writer may have died before it rang for a frame. Its number is used up if the reader has passed it,
+        # or can: the next frame under that number would be skipped.
+        self._sequence = max(bell.value, read.value)
+        at, announced, body = _look(memory, area, self._sequence + 1)
+        if body is not None:
+            self._sequence += 1
+        elif announced:
+            memory[at : at + SLOT_HEAD.itemsize] = bytes(SLOT_HEAD.itemsize)
+        if bell.value != self._sequence:
+            bell.value = self._sequence - 1
+            bell.ring()
 
     def write(self, *parts: bytes | NDArray[np.void] | NDArray[np.int32]) -> bool:
         """Copies one frame in and rings. False: the ring is full (the reader lags or is gone); nothing was written.
@@ -88,17 +113,13 @@ class RingReader:
 
     def read(self) -> bytes | None:
         """The next frame's body, or None if it has not arrived (whole)."""
-        at = self._area.start + (self._next - 1) % self._area.slots * self._area.slot_bytes
-        raw = bytes(self._memory[at : at + SLOT_HEAD.itemsize])
-        head = np.frombuffer(raw, SLOT_HEAD)[0]
-        length = int(head["length"])
-        if int(head["sequence"]) != self._next:
+        _, announced, body = _look(self._memory, self._area, self._next)
+        if body is not None:
+            self._pass()
+            return body
+        if not announced:
+            self._torn_since_ns = 0
             return None
-        if length <= self._area.slot_bytes - SLOT_HEAD.itemsize:
-            body = bytes(self._memory[at + SLOT_HEAD.itemsize : at + SLOT_HEAD.itemsize + length])
-            if zlib.crc32(body, zlib.crc32(raw[:12])) == int(head["crc"]):
-                self._pass()
-                return body
         now = time.monotonic_ns()
         if not self._torn_since_ns:
             self._torn_since_ns = now
@@ -108,8 +129,10 @@ class RingReader:
         return None
 
     def read_all(self) -> Iterator[bytes]:
-        """Every frame that has arrived."""
-        while (body := self.read()) is not None:
+        """Every frame that has arrived, at most a ringful, so that a busy writer cannot hold its reader here."""
+        for _ in range(self._area.slots):
+            if (body := self.read()) is None:
+                return
             yield body
 
     def wait(self, timeout_s: float) -> bytes | None:
@@ -143,7 +166,7 @@ class OrderTable:
 
     def write(self, slot: int, session: int, order: int, steps: int, window: int, lease_ms: int) -> None:
         """Replaces the slot's row; the caller rings the order bell once after a batch."""
-        self._version = (self._version + 1) & 0xFFFFFFFF
+        self._version = self._version % 0xFFFFFFFF + 1  # never 0, which is an empty row's
         row = np.zeros(1, ORDER_ROW)
         row[0] = (self._version, 0, session, order, steps, window, lease_ms)
         row["crc"] = zlib.crc32(row.tobytes())

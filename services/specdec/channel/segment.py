@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import psutil
 
 from specdec.channel.layout import (
     CONTROL_WORDS,
@@ -30,7 +29,7 @@ from specdec.channel.layout import (
     Layout,
 )
 from specdec.channel.rings import Bell, OrderTable, RingReader, RingWriter, Word
-from specdec.errors import SegmentInUse, SegmentMismatch, SegmentMissing, SettingsError, SetupError
+from specdec.errors import ChannelError, SegmentInUse, SegmentMismatch, SegmentMissing, SettingsError, SetupError
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "specdec-"
@@ -94,27 +93,34 @@ class Segment:
         free_bytes = free.f_bavail * free.f_frsize
         if layout.size > free_bytes:
             raise SetupError(
-                f"the segment needs {layout.size / 2**20:.1f} MB and {path.parent} has {free_bytes / 2**20:.1f} MB free: "
+                f"the segment needs {layout.size / 2**20:.1f} MB, {path.parent} has {free_bytes / 2**20:.1f} MB free: "
                 "enlarge it (docker run --shm-size, or a memory-backed emptyDir with a larger sizeLimit), "
-                "or lower --max-sessions"
+                "or lower --max-num-seqs or --max-steps"
             )
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o660)
+        fd = -1
         try:
+            # without a name until it is whole: nobody sees less, and a crash on the way leaves nothing
+            fd = os.open(path.parent, os.O_RDWR | os.O_TMPFILE, 0o660)
             os.posix_fallocate(fd, 0, layout.size)  # claim it now: a page missing later would be SIGBUS
-            _lock(fd, Role.OWNER)
+            _lock(fd, Role.OWNER, path)
             segment = cls(fd, path, layout, Role.OWNER)
             identity = np.zeros(1, IDENTITY)
-            identity[0] = (
-                (MAGIC, VERSION, layout.max_sessions, layout.max_steps, layout.frame_tokens)
-                + (layout.hash, layout.size, os.getpid(), start_ticks(os.getpid()), 0)
+            identity[0] = (MAGIC, VERSION, layout.max_sessions, layout.max_steps, layout.frame_tokens) + (
+                layout.hash,
+                layout.size,
+                os.getpid(),
+                start_ticks(os.getpid()),
+                0,
             )
             segment._memory[: IDENTITY.itemsize] = identity.tobytes()
             segment._sign("control")
-            os.rename(temporary, path)  # nobody sees the file before it is whole
+            # src_dir_fd makes it linkat, which follows /proc's link; a link replaces nobody's file, unlike a rename
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
         except BaseException as error:
-            os.close(fd)
-            temporary.unlink(missing_ok=True)
+            if fd >= 0:
+                os.close(fd)
+            if isinstance(error, FileExistsError):
+                raise SegmentInUse(f"{path}: another verifier of this pair has just started") from error
             if isinstance(error, OSError):
                 raise SetupError(f"cannot make {path}: {error.strerror}") from error
             raise
@@ -125,12 +131,9 @@ class Segment:
         """Maps a live segment and takes `role`.
 
         Raises SegmentMissing (not made yet, or its owner is gone), SegmentMismatch (other version or sizes, or no
-        segment), SegmentInUse (a live process has the role).
+        segment), SegmentInUse (a live process has the role), ChannelError (another user's).
         """
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            raise SegmentMissing(f"{path} is not there: is the verifier running?") from None
+        fd = _open(path)
         try:
             layout = _read_layout(fd, path)
             if not _holder_of(fd, Role.OWNER):
@@ -157,7 +160,9 @@ class Segment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # ---- contents
@@ -226,21 +231,32 @@ def start_ticks(pid: int) -> int:
 def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
     """Removes segments whose owner is gone, and only those: files of other makers are left alone."""
     removed = []
-    for path in [*folder.glob(f"{PREFIX}*"), *folder.glob(f".{PREFIX}*")]:
+    for path in folder.glob(f"{PREFIX}*"):
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
-            unborn = path.name.startswith(".") and not psutil.pid_exists(int(path.name.rpartition(".")[2] or 0))
-            if (unborn or _is_segment(fd)) and not _holder_of(fd, Role.OWNER):
-                path.unlink(missing_ok=True)
+            if not _is_segment(fd):
+                continue
+            _lock(fd, Role.OWNER, path)  # else another sweeper's unlink, and a new segment, could come in between
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                path.unlink()
                 removed.append(path)
-        except ValueError:
-            continue  # a name of ours with no pid at its end: not ours
+        except (SegmentInUse, FileNotFoundError):
+            continue
         finally:
             os.close(fd)
     return removed
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        raise SegmentMissing(f"{path} is not there: is the verifier running?") from None
+    except OSError as error:
+        raise ChannelError(f"{path}: {error.strerror}") from error
 
 
 def _is_segment(fd: int) -> bool:
@@ -263,7 +279,7 @@ def _read_layout(fd: int, path: Path) -> Layout:
     return layout
 
 
-def _lock(fd: int, role: Role, path: Path | None = None) -> None:
+def _lock(fd: int, role: Role, path: Path) -> None:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, role, 1, 0))
     except OSError as error:
@@ -277,7 +293,7 @@ def _holder_of(fd: int, role: Role) -> bool:
 
 def _holder(path: Path, role: Role) -> int | None:
     """The pid the segment's header names for its owner, if it lives."""
-    fd = os.open(path, os.O_RDWR)
+    fd = _open(path)
     try:
         if not _is_segment(fd) or not _holder_of(fd, role):
             return None

@@ -1,8 +1,8 @@
 """The draft's loop: outcomes in, proposals out.
 
-    outcome = outcomes.wait()                     # what the verifier committed, and who wants drafts
-    sessions = apply(outcome)                     # open, advance, close
-    proposals.write(drafter.propose(sessions))    # k tokens each, tagged with the outcome's cycle
+outcome = outcomes.wait()                     # what the verifier committed, and who wants drafts
+sessions = apply(outcome)                     # open, advance, close
+proposals.write(drafter.propose(sessions))    # k tokens each, tagged with the outcome's cycle
 """
 
 import logging
@@ -82,11 +82,11 @@ class DraftEngine:
             new = ids[used : used + count]
             used += count
             if kind == RESET:
-                for session in list(self._sessions.values()):
-                    self._forget(session)
+                for known in list(self._sessions.values()):
+                    self._forget(known)
             elif kind == CLOSE:
-                if session := self._sessions.get(number):
-                    self._forget(session)
+                if ended := self._sessions.get(number):
+                    self._forget(ended)
             elif kind == OPEN:
                 if old := self._sessions.get(number):
                     self._forget(old)

@@ -80,12 +80,14 @@ class Order(_message.Message):
     def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., id: _Optional[int] = ..., steps: _Optional[int] = ..., window: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class OrderFrame(_message.Message):
-    __slots__ = ("orders", "lease_ms")
+    __slots__ = ("orders", "lease_ms", "observe")
     ORDERS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    OBSERVE_FIELD_NUMBER: _ClassVar[int]
     orders: _containers.RepeatedCompositeFieldContainer[Order]
     lease_ms: int
-    def __init__(self, orders: _Optional[_Iterable[_Union[Order, _Mapping]]] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    observe: bool
+    def __init__(self, orders: _Optional[_Iterable[_Union[Order, _Mapping]]] = ..., lease_ms: _Optional[int] = ..., observe: _Optional[bool] = ...) -> None: ...
 
 class Verdict(_message.Message):
     __slots__ = ("session", "order", "kind", "reason", "steps", "proposed", "accepted", "committed", "context")

@@ -21,7 +21,15 @@ from specdec.telemetry import RouterMetrics, health_routes
 
 log = logging.getLogger(__name__)
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
-_KNOWN = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize")
+_KNOWN = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+)
 
 
 def create_app(settings: RouterSettings) -> FastAPI:
@@ -75,7 +83,7 @@ def create_app(settings: RouterSettings) -> FastAPI:
         status = "499"  # the client has gone
         metrics.in_flight.inc()
         try:
-            response = await app.state.proxy.forward(http, choose(pairs))
+            response: Response = await app.state.proxy.forward(http, choose(pairs))
             status = str(response.status_code)
             return response
         except ApiError as error:

@@ -21,6 +21,6 @@ class Cycles(Protocol):
 async def speculate(session: Session, pair: Cycles, policy: StepPolicy) -> None:
     """Leviathan et al. 2023, with the draft, the target and this loop in three processes."""
     while not session.finished:
-        order = policy.order(session)                # step count k for the next cycle
-        verdict = await pair.cycle(session, order)   # the draft proposes k, the target verifies, a prefix stands
-        policy.observe(verdict)                      # proposed, accepted, the tokens' count, stage times
+        order = policy.order(session)  # step count k for the next cycle
+        verdict = await pair.cycle(session, order)  # the draft proposes k, the target verifies, a prefix stands
+        policy.observe(verdict)  # proposed, accepted, the tokens' count, stage times

@@ -1,6 +1,7 @@
 """A pair as the router knows it: the stream of orders and verdicts, and which session belongs to which request."""
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -180,7 +181,7 @@ class Pair:
     # ---- the stream
 
     async def run(self) -> None:
-        """Keeps the loop's stream to the pair open until cancelled; when it breaks, sessions end here and go on there."""
+        """Keeps the loop's stream to the pair open until cancelled. If it breaks, sessions end here and go on there."""
         told = ""
         while True:
             try:
@@ -194,10 +195,15 @@ class Pair:
                         poll.cancel()
                 told = ""
             except (grpc.aio.AioRpcError, PairUnavailable) as error:
-                reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                reason = (
+                    f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                )
                 if reason != told:
                     told = reason
                     log.warning("pair %s: %s", self.address, reason)
+            except asyncio.CancelledError:
+                self.connected = False  # the router itself is ending
+                raise
             finally:
                 self._lost()
             await asyncio.sleep(_RETRY_S)
@@ -224,6 +230,7 @@ class Pair:
         finally:
             writer.cancel()
             call.cancel()
+            await asyncio.gather(writer, return_exceptions=True)  # it must not take the next stream's orders
 
     async def _write(self, call: Any) -> None:
         """Orders as they come, all that are due in one frame; without any, a sign of life."""
@@ -231,10 +238,8 @@ class Pair:
         self.connected = True
         self._metrics.pair_up.labels(self.address).set(1)
         while True:
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._posted.wait(), self._lease_ms / 4000)
-            except TimeoutError:
-                pass
             self._posted.clear()
             orders, self._outbox = self._outbox, []
             await call.write(pb.OrderFrame(orders=orders, lease_ms=self._lease_ms))
@@ -258,16 +263,17 @@ class Pair:
             for session in self._sessions.values():
                 session.push(None)
         for verdict in frame.verdicts:
-            session = self._sessions.get(verdict.session)
-            if session is not None:
-                self._on_verdict(session, verdict, frame)
+            if (mine := self._sessions.get(verdict.session)) is not None:
+                self._on_verdict(mine, verdict, frame)
 
     def _on_opened(self, opened: pb.Opened) -> None:
         found = _REQUEST_ID.search(opened.request_id)
         request = self._requests.get(found.group()) if found else None
         if request is None or opened.session in self._sessions:
             return  # another router's, or sent to vLLM directly
-        session = Session(opened.session, opened.slot, request, opened.prompt_tokens)
+        # one that was known before the stream broke: the engine wants newer orders than it has seen
+        orders = max((before.orders for before in request.sessions if before.id == opened.session), default=0)
+        session = Session(opened.session, opened.slot, request, opened.prompt_tokens, orders)
         request.sessions.append(session)
         self._sessions[session.id] = session
         self._metrics.sessions.set(len(self._sessions))

@@ -17,7 +17,6 @@ import httpx
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from specdec.errors import PairUnavailable
 from specdec.router.pairs import Pair, Request
 from specdec.telemetry import RouterMetrics
 
@@ -138,7 +137,9 @@ class Proxy:
     async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> httpx.Response:
         headers = _kept(http.headers) | {"x-request-id": request.id, "accept-encoding": "identity"}
         url = pair.http_url + http.url.path + (f"?{http.url.query}" if http.url.query else "")
-        return await self._client.send(self._client.build_request(http.method, url, headers=headers, content=body), stream=True)
+        return await self._client.send(
+            self._client.build_request(http.method, url, headers=headers, content=body), stream=True
+        )
 
     async def _relay(
         self, answer: httpx.Response, pair: Pair, request: Request, gone: "asyncio.Task[None]", counted: bool
@@ -210,7 +211,9 @@ def _kept(headers: Any) -> dict[str, str]:
 def _unreachable(error: httpx.HTTPError) -> ApiError:
     if isinstance(error, httpx.TimeoutException):
         return ApiError(504, "the engine did not answer in time", "server_error", code="engine_timeout")
-    return ApiError(503, "the engine cannot be reached or broke off its answer", "server_error", code="engine_unavailable")
+    return ApiError(
+        503, "the engine cannot be reached or broke off its answer", "server_error", code="engine_unavailable"
+    )
 
 
 async def _next(parts: AsyncIterator[bytes]) -> bytes | None:
@@ -240,8 +243,10 @@ def choose(pairs: list[Pair]) -> Pair:
     """The ready pair with the fewest requests. Raises ApiError (503) if none is ready."""
     ready = [pair for pair in pairs if pair.ready]
     if not ready:
-        raise ApiError(503, "no pair is ready: its vLLM is starting, or its verifier is not reachable", "server_error", code="no_pair")
+        raise ApiError(
+            503,
+            "no pair is ready: its vLLM is starting, or its verifier is not reachable",
+            "server_error",
+            code="no_pair",
+        )
     return min(ready, key=lambda pair: (not pair.connected, pair.load))
-
-
-__all__ = ["ApiError", "ClientGone", "PairUnavailable", "Proxy", "choose"]

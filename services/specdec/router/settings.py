@@ -19,12 +19,15 @@ class RouterSettings(Settings):
     pairs: list[str] = Field(["127.0.0.1:8101"], min_length=1, description="control addresses of the pairs, HOST:PORT")
     policy: str = Field(
         "accept-length",
-        description="how k is chosen: 'accept-length', 'fixed' (always --steps), or 'module:Class' with StepPolicy's methods",
+        description="how k is chosen: 'accept-length', 'fixed' (always --steps), or 'module:Class', a StepPolicy",
     )
     steps: int = Field(4, ge=0, le=64, description="k to start with, and k for ever with --policy fixed")
     max_steps: int = Field(8, ge=0, le=64, description="largest k to order; a pair may allow less")
     window: int = Field(
-        4, ge=1, le=64, description="cycles a session may run before the next order must have come; 1: one order a cycle"
+        4,
+        ge=1,
+        le=64,
+        description="cycles a session may run before its next order must have come; 1: one order a cycle",
     )
     lease_ms: int = Field(
         1000, ge=50, le=60_000, description="how long a session waits for its next order before it decodes plainly"

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import numpy as np
@@ -15,6 +16,7 @@ from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.telemetry import PairMetrics
 
 log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
 _QUEUE_FRAMES = 4096  # a router this far behind is dropped: it would order for cycles long past
 
 
@@ -24,6 +26,7 @@ class _Router:
     def __init__(self) -> None:
         self.frames: asyncio.Queue[pb.VerdictFrame | None] = asyncio.Queue(_QUEUE_FRAMES)
         self.until_ns = 0
+        self.observes = False
 
 
 class Control(pb_grpc.SpeculationServicer):
@@ -36,6 +39,7 @@ class Control(pb_grpc.SpeculationServicer):
         self._verdicts = segment.reader("verdicts")
         self._routers: set[_Router] = set()
         self._open: dict[int, pb.Opened] = {}
+        self._owners: dict[int, _Router] = {}  # who ordered for the session last
         self._running = True
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pump = threading.Thread(target=self._pump_verdicts, name="verdicts", daemon=True)
@@ -50,7 +54,7 @@ class Control(pb_grpc.SpeculationServicer):
         self._running = False
         self._pump.join(1)
         for router in self._routers:
-            _offer(router, None)
+            _hang_up(router)
         self._until.value = 0
 
     @property
@@ -60,41 +64,46 @@ class Control(pb_grpc.SpeculationServicer):
 
     # ---- gRPC
 
-    async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.PairDescription:  # noqa: N802
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.PairDescription:
         return self._describe()
 
-    async def Loop(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.OrderFrame], context: grpc.aio.ServicerContext
+    async def Loop(
+        self, request_iterator: AsyncIterator[pb.OrderFrame], context: Context
     ) -> AsyncIterator[pb.VerdictFrame]:
         router = _Router()
         if self._open:  # sessions older than this router: it may know them from before its stream broke
             router.frames.put_nowait(pb.VerdictFrame(opened=list(self._open.values())))
         self._routers.add(router)
         reader = asyncio.create_task(self._read_orders(router, request_iterator))
-        log.info("router %s joined", context.peer())
+        peer = context.peer()  # NOTE: gRPC has freed what peer() reads if the stream ends at the yield below
+        log.info("router %s joined", peer)
         try:
             while (frame := await router.frames.get()) is not None:
                 yield frame
         finally:
             reader.cancel()
             self._routers.discard(router)
+            self._owners = {session: owner for session, owner in self._owners.items() if owner is not router}
             self._renew()
-            log.info("router %s left", context.peer())
+            log.info("router %s left", peer)
 
     async def _read_orders(self, router: _Router, frames: AsyncIterator[pb.OrderFrame]) -> None:
         try:
             async for frame in frames:
                 for order in frame.orders:
-                    if order.slot < self._orders.rows and order.id and order.window:
+                    opened = self._open.get(order.session)
+                    if opened is not None and order.slot == opened.slot and order.id and order.window:
+                        self._owners[order.session] = router
                         self._orders.write(
                             order.slot, order.session, order.id, min(order.steps, 0xFFFF), order.window, order.lease_ms
                         )
+                router.observes |= frame.observe
                 router.until_ns = now_ns() + frame.lease_ms * 1_000_000
                 self._renew()
                 if frame.orders:
                     self._bell.ring()
         finally:
-            _offer(router, None)  # the router has hung up: its stream of verdicts ends too
+            _hang_up(router)  # the router has hung up: its stream of verdicts ends too
 
     def _renew(self) -> None:
         self._until.value = max((router.until_ns for router in self._routers), default=0)
@@ -113,12 +122,26 @@ class Control(pb_grpc.SpeculationServicer):
     def _publish(self, frame: pb.VerdictFrame) -> None:
         for opened in frame.opened:
             self._open[opened.session] = opened
+        for router in self._routers:
+            _offer(router, self._share(frame, router) if len(self._routers) > 1 else frame)
         for verdict in frame.verdicts:
             if verdict.kind == CLOSED:
                 self._open.pop(verdict.session, None)
+                self._owners.pop(verdict.session, None)
         self._count(frame)
-        for router in list(self._routers):
-            _offer(router, frame)
+
+    def _share(self, frame: pb.VerdictFrame, router: _Router) -> pb.VerdictFrame | None:
+        """The frame without the sessions other routers drive; None if nothing is left."""
+        if router.observes:
+            return frame
+        mine = [v for v in frame.verdicts if self._owners.get(v.session, router) is router]
+        if not mine and not frame.opened and not frame.lost:
+            return None
+        share = pb.VerdictFrame()
+        share.CopyFrom(frame)
+        del share.verdicts[:]
+        share.verdicts.extend(mine)
+        return share
 
     def _count(self, frame: pb.VerdictFrame) -> None:
         m = self._metrics
@@ -142,12 +165,19 @@ class Control(pb_grpc.SpeculationServicer):
 
 
 def _offer(router: _Router, frame: pb.VerdictFrame | None) -> None:
+    if frame is None:
+        return
     try:
         router.frames.put_nowait(frame)
     except asyncio.QueueFull:
-        while not router.frames.empty():
-            router.frames.get_nowait()
-        router.frames.put_nowait(None)
+        _hang_up(router)
+
+
+def _hang_up(router: _Router) -> None:
+    """Ends the router's stream; what is still queued for it is dropped."""
+    while not router.frames.empty():
+        router.frames.get_nowait()
+    router.frames.put_nowait(None)
 
 
 def _decode(body: bytes) -> pb.VerdictFrame:
@@ -163,7 +193,9 @@ def _decode(body: bytes) -> pb.VerdictFrame:
         output_us=int(head["output_us"]),
         lost=int(head["lost"]),
     )
-    for session, slot, prompt_tokens, request_id in np.frombuffer(body, OPENED_ROW, int(head["opened"]), opened_at).tolist():
+    for session, slot, prompt_tokens, request_id in np.frombuffer(
+        body, OPENED_ROW, int(head["opened"]), opened_at
+    ).tolist():
         frame.opened.add(
             session=session, slot=slot, prompt_tokens=prompt_tokens, request_id=request_id.decode(errors="replace")
         )

@@ -40,6 +40,33 @@ class Runner(CPUModelRunner):
     ) -> list[list[int]]:
         return [[] for _ in sampled_token_ids]
 
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        """A prompt's chunk before its last samples a token that is thrown away. With a seed, its draw must be taken
+        back, or the answer depends on how the prompt was cut."""
+        discarded = self._discarded_generators()
+        states = {row: generator.get_state() for row, generator in discarded.items()}
+        output = super()._sample(*args, **kwargs)
+        for row, generator in discarded.items():
+            generator.set_state(states[row])
+        return output
+
+    def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM takes the draw back by the generator's offset, which CPU generators do not have: the engine would end
+        at the first seeded request whose prompt is cut. `_sample` has done it already, so nothing is left to find."""
+        generators = self.input_batch.generators
+        self.input_batch.generators = {}
+        try:
+            return super()._bookkeeping_sync(*args, **kwargs)
+        finally:
+            self.input_batch.generators = generators
+
+    def _discarded_generators(self) -> dict[int, torch.Generator]:
+        generators = self.input_batch.generators
+        if not generators:
+            return {}
+        discard = self.discard_request_mask.np
+        return {row: generator for row, generator in generators.items() if discard[row]}
+
     def take_draft_token_ids(self) -> None:
         return None  # the scheduler sets drafts itself, from the channel
 

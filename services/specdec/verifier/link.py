@@ -34,8 +34,8 @@ from specdec.channel.layout import (
     PREFILL,
     PROPOSAL_HEAD,
     PROPOSAL_ROW,
-    RESET,
     REQUEST_ID_BYTES,
+    RESET,
     STANDING,
     VERDICT_HEAD,
     VERDICT_ROW,
@@ -260,20 +260,22 @@ class Link:
     def finish(self, *, schedule_us: int = 0, verify_us: int = 0, output_us: int = 0) -> None:
         """Writes what has happened since the last frame, if anything, as one frame."""
         rows = self._rows + self._kept_rows
-        if not rows and not self._opened:
-            return
-        # opened sessions and ends are kept for the next frame if this one does not fit the ring; cycles are counted lost
+        if not rows and not self._opened and not self._lost:
+            return  # what was lost is told even if all sessions are held: their routers wait for those verdicts
+        # what opened and ended is kept for the next frame if this one does not fit the ring; cycles are counted lost
         opened = np.array(self._opened[: self._segment.layout.max_sessions], OPENED_ROW)
         verdicts = np.array(rows, VERDICT_ROW)
         head = np.zeros(1, VERDICT_HEAD)
         batch = sum(row[2] == CYCLE for row in self._rows)
-        head[0] = (
-            (self.cycle, len(verdicts), len(opened), batch, self._lost)
-            + (self.draft_us, schedule_us, verify_us, output_us)
+        head[0] = (self.cycle, len(verdicts), len(opened), batch, self._lost) + (
+            self.draft_us,
+            schedule_us,
+            verify_us,
+            output_us,
         )
         if self._verdicts.write(head, opened, verdicts):
             self._opened, self._kept_rows, self._lost = self._opened[len(opened) :], [], 0
-        else:
+        elif rows or self._opened:
             self._lost += 1
             self.counts.lost_verdicts += 1
         self._rows = []
@@ -362,7 +364,10 @@ class Link:
     def _await_proposal(self, asked: Mapping[Session, int], start: float) -> dict[Session, list[int]]:
         left = self.deadline.seconds
         while (body := self._proposals.wait(left)) is not None:
-            if len(body) >= PROPOSAL_HEAD.itemsize and int(np.frombuffer(body, PROPOSAL_HEAD, 1)[0]["cycle"]) == self.cycle:
+            if (
+                len(body) >= PROPOSAL_HEAD.itemsize
+                and int(np.frombuffer(body, PROPOSAL_HEAD, 1)[0]["cycle"]) == self.cycle
+            ):
                 self.deadline.observe(time.monotonic() - start)
                 return self._believe(body, asked)
             self.counts.stale += 1
@@ -400,5 +405,3 @@ class Link:
             if len(drafts.get(session, ())) < steps:
                 session.reason = DRAFT_SHORT
         return drafts
-
-

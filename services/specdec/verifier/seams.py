@@ -6,6 +6,7 @@ A vLLM that lacks one of these, or takes other arguments, is refused with its na
 import importlib
 import inspect
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -25,14 +26,42 @@ class Seam:
 
 CPU_SEAMS = (
     Seam("vllm.v1.core.sched.scheduler:Scheduler.schedule", ("self", "throttle_prefills"), "orders decide a cycle"),
-    Seam("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", ("self", "scheduler_output", "model_runner_output"), "verdicts"),
-    Seam("vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids", ("self", "draft_token_ids"), "proposals go in"),
+    Seam(
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+        "verdicts",
+    ),
+    Seam(
+        "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids", ("self", "draft_token_ids"), "proposals go in"
+    ),
     Seam("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",), "where the model runner is made"),
     Seam("vllm.v1.worker.cpu_worker:CPUModelRunner", (), "the model runner that is replaced"),
-    Seam("vllm.v1.worker.cpu_model_runner:CPUModelRunner.propose_draft_token_ids", ("self", "scheduler_output", "sampled_token_ids"), "vLLM's own drafting is taken out"),
+    Seam(
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner.propose_draft_token_ids",
+        ("self", "scheduler_output", "sampled_token_ids"),
+        "vLLM's own drafting is taken out",
+    ),
     Seam("vllm.v1.worker.cpu_model_runner:CPUModelRunner.take_draft_token_ids", ("self",), "the same"),
-    Seam("vllm.v1.worker.cpu_model_runner:CPUModelRunner._copy_draft_token_ids_to_cpu", ("self", "scheduler_output", "zeros_only"), "the same, near the context limit"),
-    Seam("vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"), "mended for vllm#55005"),
+    Seam(
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner._copy_draft_token_ids_to_cpu",
+        ("self", "scheduler_output", "zeros_only"),
+        "the same, near the context limit",
+    ),
+    Seam(
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner._sample",
+        ("self", "logits", "spec_decode_metadata"),
+        "seeded draws of cut prompts",
+    ),
+    Seam(
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner._bookkeeping_sync",
+        ("self", "scheduler_output", "sampler_output"),
+        "the same",
+    ),
+    Seam(
+        "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+        ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+        "mended for vllm#55005",
+    ),
 )
 # In source only, so looked for as text: the scheduler must honour them.
 CPU_WORDS = {
@@ -63,15 +92,17 @@ def vllm_version() -> str:
     raise SetupError("vLLM is not installed here: the verifier needs the engine environment that `make demo` builds")
 
 
-def check(seams: tuple[Seam, ...] = CPU_SEAMS, words: dict[str, tuple[str, ...]] = CPU_WORDS) -> None:
+def check(seams: tuple[Seam, ...] = CPU_SEAMS, words: Mapping[str, tuple[str, ...]] = CPU_WORDS) -> None:
     """Raises SeamError naming every seam that is missing or takes other arguments. Imports vLLM."""
     missing = [f"{seam.where} ({seam.why})" for seam in seams if not _fits(seam)]
     for where, texts in words.items():
         target = _find(where)
-        source = inspect.getsource(target) if target is not None else ""
+        source = inspect.getsource(target) if callable(target) else ""
         missing += [f"{where}: {text!r}" for text in texts if text not in source]
     if missing:
-        raise SeamError(f"this vLLM is not the {TESTED}.* the plug-ins were written for; missing or changed: " + "; ".join(missing))
+        raise SeamError(
+            f"this vLLM is not the {TESTED}.* the plug-ins were written for; missing or changed: " + "; ".join(missing)
+        )
 
 
 def _find(where: str) -> object | None:

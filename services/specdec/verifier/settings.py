@@ -16,7 +16,9 @@ class VerifierSettings(Settings):
     section: ClassVar[str] = "verifier"
 
     model: str = Field(min_length=1, description="the target: a model folder or a name vLLM can load")
-    pair: str = Field("default", description="name of this verifier and its draft on this machine; names the segment in /dev/shm")
+    pair: str = Field(
+        "default", description="name of this verifier and its draft on this machine; names the segment in /dev/shm"
+    )
     host: str = Field("127.0.0.1", description="address vLLM, control and health listen on")
     port: int = Field(8100, ge=1, le=65535, description="vLLM's OpenAI server")
     control_port: int = Field(8101, ge=1, le=65535, description="gRPC: orders in, verdicts out")

@@ -28,7 +28,10 @@ from specdec.verifier.settings import VerifierSettings
 log = logging.getLogger(__name__)
 _BEAT_LATE_NS = 2_000_000_000
 # What the plug-ins are told to vLLM with; a user's own copy of one would take them out again.
-OURS = ("--worker-cls", "--scheduler-cls", "--speculative-config", "--model", "--host", "--port", "--max-num-seqs")
+OURS = frozenset(
+    ("--worker-cls", "--scheduler-cls", "--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
+    + ("--model", "--host", "--port", "--max-num-seqs")
+)
 
 
 def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
@@ -48,6 +51,7 @@ def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
         *("--worker-cls", "specdec.verifier.cpu.Worker"),
         *("--scheduler-cls", "specdec.verifier.scheduler.Scheduler"),
         *("--speculative-config", json.dumps(speculation)),
+        *("--disable-access-log-for-endpoints", "/health,/metrics"),  # the supervisor asks every second
         *extra,
     ]
 

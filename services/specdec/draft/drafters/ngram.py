@@ -26,8 +26,8 @@ class _Index:
                     self._ends[tuple(tokens[end - n : end])] = end
         self._indexed = max(self._indexed, last - 1)
         for n in self._sizes:
-            if last > n and (end := self._ends.get(tuple(tokens[last - n :]))) is not None:
-                return end
+            if last > n and (found := self._ends.get(tuple(tokens[last - n :]))) is not None:
+                return found
         return None
 
 

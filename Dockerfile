@@ -1,0 +1,54 @@
+# specdec on any docker host, on x86-64 and aarch64:
+#
+#     docker build -t specdec-cpu .
+#     docker run --rm -it --shm-size 512m specdec-cpu demo
+#     docker run --rm -p 8000:8000 --shm-size 512m specdec-cpu
+#
+# Any uid may run it, with a read-only root too: it writes to /cache, /tmp and /dev/shm.
+
+ARG BASE=python:3.12-slim-bookworm
+
+FROM ${BASE} AS engine-cpu
+
+# Whatever release of it the base's Debian has.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/specdec
+
+# Another package index for torch, for example one with its CPU build: an image of less than half the size.
+ARG TORCH_INDEX=""
+
+# All but specdec's own code, so that a change of it leaves this layer alone: specdec is installed as a link to
+# services/, empty yet. The steps are run without the checks before them, which are about the machine that runs a demo.
+COPY pyproject.toml ./
+COPY requirements/ requirements/
+COPY tools/setup.py tools/
+RUN mkdir services && touch README.md \
+    && PIP_NO_CACHE_DIR=1 python3 -c 'import sys; sys.path.append("tools"); import os, setup; setup.build(setup.ROOT / ".venv", os.environ.get("TORCH_INDEX"))' \
+    && .venv/bin/python -m pip uninstall -q -y -r requirements/dev.in
+
+COPY services/ services/
+RUN chmod -R a+rX services && python3 -m compileall -q services
+
+# Of group 0, the group of a uid without an entry in /etc/passwd. The demo model is converted into it at the first start.
+RUN mkdir /cache && chmod 2775 /cache
+VOLUME /cache
+
+# USER: libraries that ask for the user's name find no entry in /etc/passwd.
+ENV PATH=/opt/specdec/.venv/bin:$PATH \
+    HOME=/tmp \
+    USER=specdec \
+    SPECDEC_CACHE=/cache \
+    HF_HOME=/cache/huggingface
+
+LABEL org.opencontainers.image.title="specdec" \
+      org.opencontainers.image.description="Speculative decoding served across processes: the CPU stack" \
+      org.opencontainers.image.licenses="Apache-2.0"
+
+USER 10001:0
+EXPOSE 8000
+ENTRYPOINT ["specdec"]
+CMD ["up", "--host", "0.0.0.0"]

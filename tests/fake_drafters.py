@@ -1,0 +1,60 @@
+"""Fake drafts for tests: they know the target's answers from a file (SPECDEC_TEST_ORACLE), or pretend to."""
+
+import json
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from specdec.draft.drafters import DraftSession
+
+VOCABULARY = 49152
+
+
+class Perfect:
+    """Proposes what the target will say, so everything is accepted; falls silent where its file ends."""
+
+    def __init__(self) -> None:
+        self._known: list[list[int]] = json.loads(Path(os.environ["SPECDEC_TEST_ORACLE"]).read_text())
+        self._random = random.Random(7)
+
+    def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
+        return [self.spoil(self._next(s.tokens, k), k) for s, k in zip(sessions, steps, strict=True)]
+
+    def forget(self, session: DraftSession) -> None: ...
+
+    def spoil(self, right: list[int], k: int) -> list[int]:
+        return right
+
+    def _next(self, tokens: list[int], k: int) -> list[int]:
+        n = len(tokens)
+        return max((known[n : n + k] for known in self._known if known[:n] == tokens), key=len, default=[])
+
+
+class Noisy(Perfect):
+    """Right three times of four, at any position, and sometimes shorter than asked."""
+
+    def spoil(self, right: list[int], k: int) -> list[int]:
+        ids = [t if self._random.random() < 0.75 else (t + 1) % VOCABULARY for t in right]
+        return ids[: self._random.randint(0, k)]
+
+
+class Against(Perfect):
+    """Scripted against the target: every first token is wrong, every later one is what would have been right."""
+
+    def spoil(self, right: list[int], k: int) -> list[int]:
+        return [(right[0] + 1) % VOCABULARY, *right[1:]] if right else []
+
+
+class Random(Perfect):
+    """Any tokens, the highest and the lowest among them."""
+
+    def spoil(self, right: list[int], k: int) -> list[int]:
+        return [self._random.choice((0, VOCABULARY - 1, self._random.randrange(VOCABULARY))) for _ in range(k)]
+
+
+class Garbage(Perfect):
+    """What must never reach the target: too many, negative, beyond the vocabulary, beyond 32 bits."""
+
+    def spoil(self, right: list[int], k: int) -> list[int]:
+        return [self._random.choice((-1, VOCABULARY, 2**31 - 1, 2**40, -(2**35))) for _ in range(k + 3)]
