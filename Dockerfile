@@ -10,10 +10,10 @@ ARG BASE=python:3.12-slim-bookworm
 
 FROM ${BASE} AS engine-cpu
 
-# Whatever release of it the base's Debian has.
+# tini: a process 1 without a handler ignores SIGTERM, and the model's conversion and the demo have none.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends libnuma1 \
+    && apt-get install -y --no-install-recommends libnuma1 tini \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/specdec
@@ -50,5 +50,5 @@ LABEL org.opencontainers.image.title="specdec" \
 
 USER 10001:0
 EXPOSE 8000
-ENTRYPOINT ["specdec"]
+ENTRYPOINT ["tini", "--", "specdec"]
 CMD ["up", "--host", "0.0.0.0"]

@@ -3,7 +3,9 @@
 import json
 import os
 import random
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from specdec.draft.drafters import DraftSession
@@ -51,6 +53,24 @@ class Random(Perfect):
 
     def spoil(self, right: list[int], k: int) -> list[int]:
         return [self._random.choice((0, VOCABULARY - 1, self._random.randrange(VOCABULARY))) for _ in range(k)]
+
+
+class Bigrams(Perfect):
+    """After each token the one that most often follows it in the file, else any: drafts for answers nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        followers: dict[int, Counter[int]] = defaultdict(Counter)
+        for known in self._known:
+            for token, following in pairwise(known):
+                followers[token][following] += 1
+        self._best = {token: counts.most_common(1)[0][0] for token, counts in followers.items()}
+
+    def _next(self, tokens: list[int], k: int) -> list[int]:
+        ids = [tokens[-1]]
+        for _ in range(k):
+            ids.append(self._best.get(ids[-1], self._random.randrange(VOCABULARY)))
+        return ids[1:]
 
 
 class Garbage(Perfect):

@@ -17,9 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import httpx
 import openai
+import psutil
 import pytest
 
 from engine_prompts import CASES, Completion, Oracle, complete, complete_all
+from specdec.channel.segment import segment_path, sweep
 from specdec.client import chat, stream_chat
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
@@ -379,12 +381,12 @@ def test_a_draft_that_fails_mid_answer_costs_speed_only(engine_stack: Stack, ora
 def test_sampled_answers_keep_the_targets_distribution(engine_stack: Stack):
     """Guards vllm#55005: unmended, temperature reaches speculative rows as uninitialised memory, and the mean
     log-probability falls from about -1.6 to -13."""
-    engine_stack.start_draft("fake_drafters:Noisy")
+    engine_stack.start_draft("fake_drafters:Bigrams")
     engine_stack.start_router("--policy", "fixed", "--steps", "4", "--window", "4")
     engine_stack.wait_ready()
 
-    def mean_logprobs(speculative: str) -> tuple[list[float], int]:
-        totals, count, proposed = [0.0] * 6, 0, 0
+    def mean_logprobs(speculative: str) -> tuple[list[float], tuple[int, int]]:
+        totals, count, accepted, rejected = [0.0] * 6, 0, 0, 0
         for seed in range(4):
             body = {
                 "model": "demo",
@@ -399,16 +401,18 @@ def test_sampled_answers_keep_the_targets_distribution(engine_stack: Stack):
             }
             answer = httpx.post(engine_stack.url + "/v1/completions", json=body, timeout=120).json()
             details = answer["usage"]["completion_tokens_details"]
-            proposed += details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+            accepted += details["accepted_prediction_tokens"]
+            rejected += details["rejected_prediction_tokens"]
             for choice in answer["choices"]:
                 values = choice["logprobs"]["token_logprobs"]
                 totals = [a + b for a, b in zip(totals, values, strict=True)]
                 count += 1
-        return [t / count for t in totals], proposed
+        return [t / count for t in totals], (accepted, rejected)
 
-    with_drafts, proposed = mean_logprobs("auto")
+    with_drafts, (accepted, rejected) = mean_logprobs("auto")
     without, _ = mean_logprobs("off")
-    assert proposed > 30
+    assert accepted > 10
+    assert rejected > 100
     assert sum(with_drafts) / 6 == pytest.approx(sum(without) / 6, abs=0.5)
     assert with_drafts == pytest.approx(without, abs=1.2)
 
@@ -511,3 +515,22 @@ def test_the_installed_vllm_has_every_seam():
     broken = seams.Seam("vllm.v1.core.sched.scheduler:Scheduler.schedule", ("self", "renamed"), "a changed argument")
     with pytest.raises(seams.SeamError, match="a changed argument"):
         seams.check((broken,))
+
+
+def test_nothing_outlives_a_killed_verifier(engine_stack: Stack):
+    """Last, since it ends the stack's verifier."""
+    group = engine_stack.verifier.process.pid
+    guard = psutil.Process(group)
+    (verifier,) = guard.children()
+    family = [guard, verifier, *verifier.children(recursive=True)]
+    assert len(family) >= 4  # its guard, vLLM's server and engine among them
+    segment = segment_path(engine_stack.pair)
+    assert segment.exists()
+    verifier.kill()
+    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)
+    assert engine_stack.draft is not None
+    assert engine_stack.draft.process.poll() is None, "the draft waits for the next verifier"
+    assert segment in sweep()
+    answer = httpx.post(engine_stack.url + "/v1/completions", json={"model": "demo", "prompt": "x"}, timeout=20)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] in ("no_pair", "engine_unavailable")

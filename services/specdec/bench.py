@@ -95,10 +95,12 @@ def bench(argv: list[str]) -> int:
     with log_folder() as logs:
         say(f"logs in {logs} until all is well")
         stack_args = ["--max-steps", str(max_steps)]
+        # every variant asks the same prompts: with a prefix cache the first one would pay for all
+        vllm_args = [*DEMO_VLLM_ARGS, "--no-enable-prefix-caching"]
         with Stack(
-            model, logs, drafter=settings.drafter, verifier_args=stack_args, vllm_args=DEMO_VLLM_ARGS, progress=say
+            model, logs, drafter=settings.drafter, verifier_args=stack_args, vllm_args=vllm_args, progress=say
         ) as stack:
-            plain = Plain(model, logs, DEMO_VLLM_ARGS)
+            plain = Plain(model, logs, vllm_args)
             try:
                 stack.wait_ready()
                 plain.wait_ready(600)

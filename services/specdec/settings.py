@@ -14,15 +14,28 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     YamlConfigSettingsSource,
 )
+from yaml import YAMLError
 
 from specdec.errors import SettingsError
+
+
+class _Environment(EnvSettingsSource):
+    """Variables; a list may be written with commas, as on the command line."""
+
+    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
+        try:
+            return super().decode_complex_value(field_name, field, value)
+        except ValueError:
+            return [part.strip() for part in str(value).split(",")]
 
 
 class Settings(BaseSettings):
@@ -42,7 +55,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
+        sources: list[PydanticBaseSettingsSource] = [init_settings, _Environment(settings_cls)]
         if cls.config_file is not None:
             sources.append(YamlConfigSettingsSource(settings_cls, cls.config_file, yaml_config_section=cls.section))
         return tuple(sources)
@@ -69,8 +82,8 @@ class Settings(BaseSettings):
             return kind(_cli_settings_source=source(args=argv))
         except ValidationError as error:
             raise SettingsError(_explain(error, prefix)) from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise SettingsError(f"{config_file}: {error}") from error
+        except (KeyError, TypeError, ValueError, YAMLError) as error:
+            raise SettingsError(f"{config_file or 'settings'}: {error}") from error
 
 
 def _take_config(argv: list[str]) -> tuple[list[str], Path | None]:

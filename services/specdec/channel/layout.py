@@ -78,18 +78,13 @@ OUTCOME_ROW = np.dtype(
     [
         ("session", "<u8"),
         ("epoch", "<u4"),
-        ("kind", "<u2"),  # OPEN, COMMIT, CLOSE, RESET
+        ("kind", "<u2"),  # OPEN, COMMIT, CLOSE
         ("steps", "<u2"),  # draft tokens wanted now; 0: none
         ("position", "<u4"),  # of the first token below, from the prompt's start
         ("tokens", "<u4"),  # how many of the frame's tokens are this row's
     ]
 )
-OPEN, COMMIT, CLOSE, RESET = (
-    1,
-    2,
-    3,
-    4,
-)  # OPEN starts an epoch: what the draft knew of the session is void; RESET: of all
+OPEN, COMMIT, CLOSE = 1, 2, 3  # OPEN starts an epoch: what the draft knew of the session is void
 
 # proposal: k draft tokens a session
 PROPOSAL_HEAD = np.dtype([("cycle", "<u8"), ("rows", "<u4"), ("tokens", "<u4"), ("draft_us", "<u8")])

@@ -81,6 +81,11 @@ class RingWriter:
             bell.value = self._sequence - 1
             bell.ring()
 
+    @property
+    def full(self) -> bool:
+        """Whether `write` would refuse a frame now."""
+        return self._sequence - self._read.value >= self._area.slots
+
     def write(self, *parts: bytes | NDArray[np.void] | NDArray[np.int32]) -> bool:
         """Copies one frame in and rings. False: the ring is full (the reader lags or is gone); nothing was written.
 
@@ -89,7 +94,7 @@ class RingWriter:
         body = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in parts)
         if SLOT_HEAD.itemsize + len(body) > self._area.slot_bytes:
             raise ValueError(f"a frame of {len(body)} bytes does not fit a slot of {self._area.slot_bytes}")
-        if self._sequence - self._read.value >= self._area.slots:
+        if self.full:
             return False
         self._sequence += 1
         at = self._area.start + (self._sequence - 1) % self._area.slots * self._area.slot_bytes

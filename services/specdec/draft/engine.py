@@ -20,7 +20,6 @@ from specdec.channel.layout import (
     OUTCOME_ROW,
     PROPOSAL_HEAD,
     PROPOSAL_ROW,
-    RESET,
 )
 from specdec.channel.segment import Role, Segment, now_ns
 from specdec.draft.drafters import Drafter, DraftSession
@@ -81,10 +80,7 @@ class DraftEngine:
         for number, epoch, kind, wanted, position, count in table:
             new = ids[used : used + count]
             used += count
-            if kind == RESET:
-                for known in list(self._sessions.values()):
-                    self._forget(known)
-            elif kind == CLOSE:
+            if kind == CLOSE:
                 if ended := self._sessions.get(number):
                     self._forget(ended)
             elif kind == OPEN:

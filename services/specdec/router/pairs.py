@@ -182,8 +182,8 @@ class Pair:
 
     async def run(self) -> None:
         """Keeps the loop's stream to the pair open until cancelled. If it breaks, sessions end here and go on there."""
-        told = ""
-        while True:
+        told, task = "", asyncio.current_task()
+        while not (task and task.cancelling()):  # NOTE: gRPC swallows a cancellation that meets the stream's end
             try:
                 async with grpc.aio.insecure_channel(self.address) as channel:
                     stub = pb_grpc.SpeculationStub(channel)

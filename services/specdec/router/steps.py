@@ -66,18 +66,18 @@ class AcceptLengthSteps:
 
     def __init__(self, steps: int, max_steps: int, window: int) -> None:
         self._start, self._max_steps, self._window = min(steps, max_steps), max_steps, window
-        self._sessions: dict[int, _Acceptance] = {}
+        self._sessions: dict[Session, _Acceptance] = {}  # by identity: each pair numbers its own
 
     def order(self, session: "Session") -> Order:
-        known = self._sessions.get(session.id)
+        known = self._sessions.get(session)
         steps = self._start if known is None else min(self._max_steps, max(1, int(known.mean + 1.5)))
         return Order(steps, self._window)
 
     def observe(self, verdict: "Verdict") -> None:
         if verdict.session.finished:
-            self._sessions.pop(verdict.session.id, None)
+            self._sessions.pop(verdict.session, None)
         elif verdict.proposed:
-            known = self._sessions.setdefault(verdict.session.id, _Acceptance(float(self._start)))
+            known = self._sessions.setdefault(verdict.session, _Acceptance(float(self._start)))
             known.observe(verdict.accepted, verdict.proposed)
 
 
@@ -86,10 +86,10 @@ def load_policy(name: str, steps: int, max_steps: int, window: int) -> StepPolic
     built_in = {"fixed": FixedSteps, "accept-length": AcceptLengthSteps}
     if name in built_in:
         return cast(StepPolicy, built_in[name](steps, max_steps, window))
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    module, _, attribute = name.partition(":")
+    if not (module and attribute):
         raise SettingsError(f"--policy {name!r}: use one of {', '.join(built_in)}, or 'module:Class'")
     try:
         return cast(StepPolicy, getattr(importlib.import_module(module), attribute)(steps, max_steps, window))
-    except (ImportError, AttributeError, TypeError) as error:
-        raise SettingsError(f"--policy {name!r}: {error}") from error
+    except Exception as error:  # it may be anybody's code
+        raise SettingsError(f"--policy {name!r}: {type(error).__name__}: {error}") from error

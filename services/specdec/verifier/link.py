@@ -35,7 +35,6 @@ from specdec.channel.layout import (
     PROPOSAL_HEAD,
     PROPOSAL_ROW,
     REQUEST_ID_BYTES,
-    RESET,
     STANDING,
     VERDICT_HEAD,
     VERDICT_ROW,
@@ -71,6 +70,7 @@ class Session:
     lapsed: bool = False  # its lease ran out: it runs under the standing order until a new one comes
     sent: int = 0  # tokens the draft has been told, in this epoch
     opened: bool = False  # this epoch's OPEN has been sent
+    known: bool = False  # the draft holds something of it, of this epoch or an earlier one
     reason: int = NONE  # why its coming cycle verifies fewer drafts than ordered
 
 
@@ -141,7 +141,6 @@ class Link:
         self._outcomes_read = segment.word("draft.outcomes_read")
         self._outcome_bell = segment.bell("engine.outcome_bell")
         self._unanswered: tuple[int, float] | None = None  # (cycle, when asked): armed again only once it answers
-        self._overflowed = False
         self._closes: list[tuple[int, int]] = []  # (session, epoch) the draft may forget
         self._rows: list[tuple[int, ...]] = []
         self._kept_rows: list[tuple[int, ...]] = []  # CLOSED rows that found the ring full
@@ -161,7 +160,7 @@ class Link:
         session = Session(self._next_id, self._free_slots.pop(), tokens, ROUTED in request_id)
         self._next_id += 1
         self._sessions[session.id] = session
-        name = request_id.encode()[:REQUEST_ID_BYTES]
+        name = request_id.encode(errors="replace")[:REQUEST_ID_BYTES].decode(errors="ignore").encode()  # cut, yet text
         self._opened.append((session.id, session.slot, prompt_tokens, name))
         return session
 
@@ -169,10 +168,14 @@ class Link:
         """A session has ended, however; its last verdict may still be added before the next `finish`."""
         del self._sessions[session.id]
         self._free_slots.append(session.slot)
-        if session.opened and self._draft_up and not self._overflowed:
+        if session.known:
             self._closes.append((session.id, session.epoch))
-        if len(self._kept_rows) < self._segment.layout.max_sessions:
-            self._kept_rows.append((session.id, session.order, CLOSED, NONE, 0, 0, 0, 0, len(session.tokens)))
+        self._kept_rows.append((session.id, session.order, CLOSED, NONE, 0, 0, 0, 0, len(session.tokens)))
+        if len(self._kept_rows) > self._segment.layout.max_sessions:
+            # control has not read for long: sessions it never heard of go unheard, so that all others' ends are kept
+            unheard, ended = {row[0] for row in self._opened}, {row[0] for row in self._kept_rows}
+            self._opened = [row for row in self._opened if row[0] not in ended]
+            self._kept_rows = [row for row in self._kept_rows if row[0] not in unheard]
 
     def restart(self, session: Session) -> None:
         """The session's engine state was thrown away (preemption): a new epoch, so nothing of the old one counts."""
@@ -259,25 +262,29 @@ class Link:
 
     def finish(self, *, schedule_us: int = 0, verify_us: int = 0, output_us: int = 0) -> None:
         """Writes what has happened since the last frame, if anything, as one frame."""
-        rows = self._rows + self._kept_rows
-        if not rows and not self._opened and not self._lost:
+        if not self._rows and not self._kept_rows and not self._opened and not self._lost:
             return  # what was lost is told even if all sessions are held: their routers wait for those verdicts
         # what opened and ended is kept for the next frame if this one does not fit the ring; cycles are counted lost
-        opened = np.array(self._opened[: self._segment.layout.max_sessions], OPENED_ROW)
-        verdicts = np.array(rows, VERDICT_ROW)
+        limit = self._segment.layout.max_sessions
+        opened, later = self._opened[:limit], self._opened[limit:]
+        unheard = {row[0] for row in later}  # their ends wait for their beginnings
+        ends = [row for row in self._kept_rows if row[0] not in unheard]
+        room = 2 * limit - len(ends)
+        verdicts = self._rows[:room] + ends
         head = np.zeros(1, VERDICT_HEAD)
-        batch = sum(row[2] == CYCLE for row in self._rows)
-        head[0] = (self.cycle, len(verdicts), len(opened), batch, self._lost) + (
-            self.draft_us,
-            schedule_us,
-            verify_us,
-            output_us,
+        batch = sum(row[2] == CYCLE for row in self._rows[:room])
+        times = (self.draft_us, schedule_us, verify_us, output_us)
+        head[0] = (self.cycle, len(verdicts), len(opened), batch, self._lost) + tuple(
+            min(max(us, 0), 0xFFFFFFFF) for us in times
         )
-        if self._verdicts.write(head, opened, verdicts):
-            self._opened, self._kept_rows, self._lost = self._opened[len(opened) :], [], 0
-        elif rows or self._opened:
-            self._lost += 1
-            self.counts.lost_verdicts += 1
+        lost = 0
+        if self._verdicts.write(head, np.array(opened, OPENED_ROW), np.array(verdicts, VERDICT_ROW)):
+            self._opened, self._kept_rows = later, [row for row in self._kept_rows if row[0] in unheard]
+            self._lost, lost = 0, int(len(self._rows) > room)
+        elif verdicts or opened:
+            lost = 1
+        self._lost += lost
+        self.counts.lost_verdicts += lost
         self._rows = []
 
     def wait_for_orders(self, timeout_s: float) -> None:
@@ -294,16 +301,18 @@ class Link:
         self._draft_up = generation != self._generation_dead
         if self._draft_up and generation != self._generation_known:
             self._generation_known = generation
-            self._unanswered, self._overflowed = None, False
-            self._closes.clear()
+            self._unanswered = None
             self._resync()
         if self._unanswered:
             self._take_late_answers(*self._unanswered)
 
     def _resync(self) -> None:
+        """A draft that knows nothing: it is told all of every session, in a new epoch."""
         self.counts.resyncs += 1
+        self._closes.clear()
         for session in self._sessions.values():
             self.restart(session)
+            session.known = False
 
     def _take_late_answers(self, asked_cycle: int, asked_at: float) -> None:
         waited_s = time.monotonic() - asked_at
@@ -322,48 +331,47 @@ class Link:
             session.reason = reason
 
     def _send_outcomes(self, asked: Mapping[Session, int]) -> bool:
-        """One frame, or more where a prompt is long. False: the ring is full, and the draft must start over."""
-        rows: list[tuple[int, ...]] = [(session, epoch, CLOSE, 0, 0, 0) for session, epoch in self._closes]
-        if self._overflowed:
-            self._resync()
-            rows = [(0, 0, RESET, 0, 0, 0)]
-        tokens: list[int] = []
+        """What the draft has not been told yet, in as many frames as it takes.
+
+        False: the ring is full. What did not fit goes with a later cycle, when the draft has read on.
+        """
+        if self._outcomes.full:
+            return False
         layout = self._segment.layout
+        rows: list[tuple[int, ...]] = [(session, epoch, CLOSE, 0, 0, 0) for session, epoch in self._closes]
+        tokens: list[int] = []
+        told: list[tuple[Session, int]] = []  # how far each session is told, once this frame is in the ring
         for session in self._sessions.values():
-            steps = asked.get(session, 0)
-            total = len(session.tokens)
+            steps, total = asked.get(session, 0), len(session.tokens)
             if session.opened and session.sent == total and not steps:
                 continue
-            kind = COMMIT if session.opened else OPEN
-            while True:
-                room = layout.frame_tokens - len(tokens)
-                new = session.tokens[session.sent : min(total, session.sent + room)]
-                whole = session.sent + len(new) == total
-                rows.append((session.id, session.epoch, kind, steps if whole else 0, session.sent, len(new)))
+            sent, kind, whole = session.sent, COMMIT if session.opened else OPEN, False
+            while not whole:
+                new = session.tokens[sent : min(total, sent + layout.frame_tokens - len(tokens))]
+                whole = sent + len(new) == total
+                rows.append((session.id, session.epoch, kind, steps if whole else 0, sent, len(new)))
                 tokens.extend(new)
-                session.sent, session.opened, kind = session.sent + len(new), True, COMMIT
-                if whole:
-                    break
-                if self._lost_outcomes(rows, tokens):
-                    return False
-                rows, tokens = [], []
-            if len(rows) >= 2 * layout.max_sessions - 1:
-                if self._lost_outcomes(rows, tokens):
-                    return False
-                rows, tokens = [], []
-        self._closes.clear()
-        return not (rows and self._lost_outcomes(rows, tokens))
+                sent, kind = sent + len(new), COMMIT
+                told.append((session, sent))
+                if not whole or len(rows) >= 2 * layout.max_sessions - 1:
+                    if not self._tell(rows, tokens, told):
+                        return False
+                    rows, tokens, told = [], [], []
+        return not rows or self._tell(rows, tokens, told)
 
-    def _lost_outcomes(self, rows: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> bool:
-        """Whether the frame found no room: the draft has then missed something, and starts over with the next."""
+    def _tell(self, rows: list[tuple[int, ...]], tokens: list[int], told: list[tuple[Session, int]]) -> bool:
         head = np.zeros(1, OUTCOME_HEAD)
         head[0] = (self.cycle, len(rows), len(tokens))
-        self._overflowed = not self._outcomes.write(head, np.array(rows, OUTCOME_ROW), np.array(tokens, np.int32))
-        return self._overflowed
+        if not self._outcomes.write(head, np.array(rows, OUTCOME_ROW), np.array(tokens, np.int32)):
+            return False
+        self._closes.clear()  # the first frame has carried them
+        for session, sent in told:
+            session.sent, session.opened, session.known = sent, True, True
+        return True
 
     def _await_proposal(self, asked: Mapping[Session, int], start: float) -> dict[Session, list[int]]:
         left = self.deadline.seconds
-        while (body := self._proposals.wait(left)) is not None:
+        while left > 0 and (body := self._proposals.wait(left)) is not None:
             if (
                 len(body) >= PROPOSAL_HEAD.itemsize
                 and int(np.frombuffer(body, PROPOSAL_HEAD, 1)[0]["cycle"]) == self.cycle
