@@ -33,8 +33,8 @@ RUN mkdir services && touch README.md \
 COPY services/ services/
 RUN chmod -R a+rX services && python3 -m compileall -q services
 
-# Of group 0, the group of a uid without an entry in /etc/passwd. The demo model is converted into it at the first start.
-RUN mkdir /cache && chmod 2775 /cache
+# For any uid and group. The demo model is converted into it at the first start.
+RUN mkdir -m 777 /cache
 VOLUME /cache
 
 # USER: libraries that ask for the user's name find no entry in /etc/passwd.

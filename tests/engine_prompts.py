@@ -56,6 +56,13 @@ def _cases() -> list[tuple[str, int]]:
 CASES = _cases()
 
 
+# Answers that end soon by themselves, and must end neither sooner nor later with `min_tokens`.
+MIN_TOKENS = 31
+MIN_TOKENS_CASES = [
+    (in_template(text), 48) for text in ("What is the capital of France?", "Name a fruit.", "What is 2 + 2?")
+]
+
+
 @dataclass(frozen=True)
 class Completion:
     """One answer of a server."""
@@ -103,13 +110,17 @@ class Oracle:
 
     path: Path
     answers: list[Completion]
+    short: list[Completion]  # of MIN_TOKENS_CASES, as they end by themselves
+    min_tokens: list[Completion]  # of MIN_TOKENS_CASES, with MIN_TOKENS
 
     @classmethod
     def ask(cls, url: str, path: Path) -> "Oracle":
         """Asks a server without speculation."""
         answers = complete_all(url)
-        path.write_text(json.dumps([[*a.prompt_ids, *a.ids] for a in answers]))
-        return cls(path, answers)
+        short = [complete(url, case) for case in MIN_TOKENS_CASES]
+        min_tokens = [complete(url, case, min_tokens=MIN_TOKENS) for case in MIN_TOKENS_CASES]
+        path.write_text(json.dumps([[*a.prompt_ids, *a.ids] for a in answers + short + min_tokens]))
+        return cls(path, answers, short, min_tokens)
 
     def compare(self, answers: list[Completion]) -> None:
         """Fails on the first answer that is not the target's own, token by token."""

@@ -55,6 +55,13 @@ class Random(Perfect):
         return [self._random.choice((0, VOCABULARY - 1, self._random.randrange(VOCABULARY))) for _ in range(k)]
 
 
+class NoEnd(Perfect):
+    """Right, but never the end of an answer (token 2), which so is always a bonus token."""
+
+    def spoil(self, right: list[int], k: int) -> list[int]:
+        return right[: right.index(2)] if 2 in right else right
+
+
 class Bigrams(Perfect):
     """After each token the one that most often follows it in the file, else any: drafts for answers nobody knows."""
 

@@ -20,7 +20,7 @@ import openai
 import psutil
 import pytest
 
-from engine_prompts import CASES, Completion, Oracle, complete, complete_all
+from engine_prompts import CASES, MIN_TOKENS, MIN_TOKENS_CASES, Completion, Oracle, complete, complete_all
 from specdec.channel.segment import segment_path, sweep
 from specdec.client import chat, stream_chat
 from specdec.proto import speculation_pb2 as pb
@@ -266,6 +266,25 @@ def _tokens(stack: Stack, text: str) -> list[int]:
     answer = httpx.post(stack.vllm_url + "/tokenize", json={"model": "demo", "prompt": text}, timeout=20)
     ids: list[int] = answer.json()["tokens"]
     return ids
+
+
+@pytest.mark.parametrize(("drafter", "steps"), [("NoEnd", 4), ("Perfect", 1), ("Perfect", 8)])
+def test_min_tokens_end_an_answer_neither_sooner_nor_later(
+    engine_stack: Stack, oracle: Oracle, drafter: str, steps: int
+):
+    engine_stack.start_draft(f"fake_drafters:{drafter}")
+    engine_stack.start_router("--policy", "fixed", "--steps", str(steps), "--window", "4")
+    engine_stack.wait_ready()
+    accepted = 0
+    for case, short, long in zip(MIN_TOKENS_CASES, oracle.short, oracle.min_tokens, strict=True):
+        assert short.finish_reason == "stop"
+        just = complete(engine_stack.url, case, min_tokens=len(short.ids) - 1)  # it may end where it would anyway
+        assert (just.ids, just.finish_reason) == (short.ids, "stop")
+        assert len(long.ids) >= MIN_TOKENS
+        got = complete(engine_stack.url, case, min_tokens=MIN_TOKENS)
+        assert (got.ids, got.finish_reason) == (long.ids, long.finish_reason)
+        accepted += got.usage["completion_tokens_details"]["accepted_prediction_tokens"]
+    assert accepted > 30
 
 
 # ---- the loop is the router's

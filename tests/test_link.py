@@ -51,6 +51,7 @@ from specdec.verifier.link import Counts, Deadline, Link
 VOCAB = 1000
 SMALL = Layout(max_sessions=4, max_steps=5, frame_tokens=64)
 FOREVER_MS = 1_000_000
+DEADLINE_S = 0.1
 VerdictRow = namedtuple("VerdictRow", VERDICT_ROW.names)
 OpenedRow = namedtuple("OpenedRow", OPENED_ROW.names)
 OutcomeRow = namedtuple("OutcomeRow", ["session", "epoch", "kind", "steps", "position", "tokens"])
@@ -59,7 +60,7 @@ OutcomeRow = namedtuple("OutcomeRow", ["session", "epoch", "kind", "steps", "pos
 class Pair:
     """A segment with its three roles in this process: the test is control and target, and scripts the draft."""
 
-    def __init__(self, folder, layout=SMALL, deadline_s=0.05):
+    def __init__(self, folder, layout=SMALL, deadline_s=DEADLINE_S):
         self.path = folder / "specdec-p"
         self.owner = Segment.create(self.path, layout)
         self.engine = Segment.attach(self.path, Role.ENGINE)
@@ -377,10 +378,10 @@ def test_a_proposal_is_returned_as_far_as_it_was_asked_for(pair, draft):
 def test_only_those_who_want_drafts_are_waited_for(pair, draft):
     session = pair.open()
     pair.link.begin()
-    assert took(pair.link.exchange, {session: 0}) < 0.04
+    assert took(pair.link.exchange, {session: 0}) < DEADLINE_S
     assert [(r.kind, r.steps) for r in draft.outcomes()] == [(OPEN, 0)]
     pair.link.begin()
-    assert took(pair.link.exchange, {}) < 0.04
+    assert took(pair.link.exchange, {}) < DEADLINE_S
     assert draft.outcomes() == []  # nothing new, nothing said
     assert pair.link.draft_us == 0
 
@@ -405,6 +406,9 @@ def misfits(session, other, cycle):
     }
 
 
+IMPOSSIBLE = ["-1", "the vocabulary's size", "2**31 - 1", "-2**31", "a bad one past what was asked"]
+
+
 @pytest.mark.parametrize("name", misfits(*[SimpleNamespace(id=0)] * 2, 0))
 def test_what_does_not_fit_is_never_returned_and_counted(pair, draft, name):
     session, other = pair.open(), pair.open()
@@ -413,7 +417,7 @@ def test_what_does_not_fit_is_never_returned_and_counted(pair, draft, name):
     assert pair.ask(session) == {}
     counts = pair.link.counts
     assert counts.stale + counts.garbage == 1
-    assert counts.garbage == (name[0] in "-2tb" or name.startswith("the vocabulary"))
+    assert counts.garbage == (name in IMPOSSIBLE)
     assert session.reason == (DRAFT_LATE if cycle != pair.link.cycle else DRAFT_SHORT)
 
 
@@ -431,7 +435,7 @@ BROKEN = {
     "rows that are not there": lambda d, s: d.raw(1, 5, 0),
     "2**32 - 1 rows": lambda d, s: d.raw(1, 2**32 - 1, 2**32 - 1),
     "tokens that are not there": lambda d, s: d.raw(1, 1, 9, struct.pack("<QII", s.id, 1, 9)),
-    "more than it says": lambda d, s: d.raw(1, 0, 0, bytes(400)),
+    "more than it says": lambda d, s: d.raw(1, 0, 0, bytes(100)),
     "a row longer than the frame": lambda d, s: d.raw(1, 1, 1, struct.pack("<QIIi", s.id, 1, 2**32 - 1, 5)),
 }
 
@@ -526,75 +530,79 @@ def test_a_flood_of_stale_proposals_ends_with_the_deadline(pair, draft):
 
 def test_a_silent_draft_costs_one_deadline_until_it_answers(pair, draft):
     session = pair.open()
-    assert 0.05 <= took(pair.ask, session) < 0.5
+    assert DEADLINE_S <= took(pair.ask, session) < 10 * DEADLINE_S
     assert session.reason == DRAFT_LATE
-    assert took(lambda: [pair.ask(session) for _ in range(50)]) < 0.05 * 10  # no more waiting
+    assert took(lambda: [pair.ask(session) for _ in range(50)]) < 10 * DEADLINE_S  # no more waiting
     assert session.reason == DRAFT_LATE
     rows = draft.outcomes()
     assert [(r.kind, r.steps) for r in rows if r.steps] == [(OPEN, 3)]  # and it was asked no more
 
-    draft.propose(1, (session.id, 1, [5]))  # late
-    draft.propose(52, (session.id, 1, [6]))
-    assert pair.ask(session) == {}  # 52: both came before its question
-    assert pair.link.counts.late == 2
-    assert 0.05 <= took(pair.ask, session) < 0.5  # armed again
-    assert pair.link.counts.stale == 0
+    draft.propose(1, (session.id, 1, [5]))
+    start = time.monotonic()
+    assert pair.ask(session) == {}  # late is late
+    assert DEADLINE_S <= time.monotonic() - start < 10 * DEADLINE_S  # but it is waited for again
+    assert pair.link.counts == Counts(resyncs=1, late=1)
 
 
 def test_a_late_answer_of_an_older_cycle_does_not_arm(pair, draft):
     session = pair.open()
-    assert took(pair.ask, session) >= 0.05
+    assert took(pair.ask, session) >= DEADLINE_S
     draft.propose(0, (session.id, 1, [5]))
     draft.propose(2, (session.id, 1, [5]))
-    assert took(pair.ask, session) < 0.05
+    assert took(pair.ask, session) < DEADLINE_S
     assert pair.link.counts.late == 2
     draft.propose(1, (session.id, 1, [5]))
-    assert took(pair.ask, session) >= 0.05
+    assert took(pair.ask, session) >= DEADLINE_S
     assert pair.link.counts.late == 3
 
 
 def test_a_draft_that_has_read_the_question_and_never_answers_is_asked_again_after_a_second(pair, draft):
     session = pair.open()
-    assert took(pair.ask, session) >= 0.05
+    assert took(pair.ask, session) >= DEADLINE_S
     draft.outcomes()
     start = time.monotonic()
-    assert until(lambda: took(pair.ask, session) >= 0.05)
+    assert until(lambda: took(pair.ask, session) >= DEADLINE_S)
     assert 0.8 < time.monotonic() - start < 2
 
 
 def test_a_draft_that_hangs_is_not_asked_again(pair, draft):
     session = pair.open()
-    assert took(pair.ask, session) >= 0.05
+    assert took(pair.ask, session) >= DEADLINE_S
     time.sleep(1.1)
-    assert took(lambda: [pair.ask(session) for _ in range(10)]) < 0.1
+    assert all(took(pair.ask, session) < DEADLINE_S for _ in range(10))
 
 
-def test_a_hanging_draft_costs_the_engine_next_to_nothing(folder):
-    """Its ring is full after a while; from then on a cycle must not gather everything for nothing."""
-    with Pair(folder, Layout(16, 5, 8192)) as pair, FakeDraft(pair.path) as draft:
-        for _ in range(16):
-            pair.open(range(6000))
-        first = next(iter(pair.truth))
-        cycles = 2 * OUTCOME_SLOTS
-        for _ in range(cycles):
-            pair.link.begin()
-            for tokens in pair.truth.values():
-                tokens.append(9)
-            pair.link.exchange(dict.fromkeys(pair.truth, 1))
-        times = []
-        for _ in range(50):
-            pair.link.begin()
-            times.append(took(pair.link.exchange, dict.fromkeys(pair.truth, 1)))
-        assert sorted(times)[25] < 0.0002
-        assert first.reason == DRAFT_LATE
-        rows = draft.outcomes()
-        assert rows
-        assert len(rows) < 16 * cycles
+class FakeCountedTokens(list):
+    """Tokens that count how often they are copied."""
+
+    copies = 0
+
+    def __getitem__(self, span):
+        self.copies += 1
+        return super().__getitem__(span)
+
+
+def test_a_hanging_draft_costs_the_engine_next_to_nothing(pair, draft):
+    """Its ring is full after a while; from then on a cycle gathers nothing for it."""
+    tokens = FakeCountedTokens([1, 2, 3])
+    session = pair.link.open("specdec-1", tokens, 3)
+    for _ in range(OUTCOME_SLOTS):
+        assert tokens.copies < OUTCOME_SLOTS
+        tokens.append(9)
+        pair.ask(session)
+    copies = tokens.copies
+    assert copies >= OUTCOME_SLOTS
+    for _ in range(20):
+        tokens.append(9)
+        assert took(pair.ask, session) < DEADLINE_S
+        assert session.reason == DRAFT_LATE
+    assert tokens.copies == copies
+    assert len(draft.outcomes()) == OUTCOME_SLOTS
 
 
 def test_no_draft_is_down_at_once(pair):
     session = pair.open()
-    assert took(pair.ask, session) < 0.04
+    assert took(pair.ask, session) < DEADLINE_S
     assert session.reason == DRAFT_DOWN
     assert pair.owner.bell("engine.outcome_bell").value == 0
 
@@ -602,7 +610,7 @@ def test_no_draft_is_down_at_once(pair):
 def test_a_draft_that_has_joined_but_not_started_is_down(pair):
     session = pair.open()
     with Segment.attach(pair.path, Role.DRAFT):
-        assert took(pair.ask, session) < 0.04
+        assert took(pair.ask, session) < DEADLINE_S
         assert session.reason == DRAFT_DOWN
 
 
@@ -621,7 +629,7 @@ def test_a_killed_draft_is_down_and_its_frames_are_void(pair):
         pair.link.begin()  # cycle 1
         pair.link.exchange({})
         child.kill()
-    assert took(pair.ask, session) < 0.04
+    assert took(pair.ask, session) < DEADLINE_S
     assert session.reason == DRAFT_DOWN
     assert pair.ask(session) == {}
     with FakeDraft(pair.path) as draft:
@@ -670,8 +678,8 @@ def test_a_new_draft_between_two_cycles_is_noticed(pair):
 def test_a_new_draft_is_asked_though_the_last_one_never_answered(pair):
     session = pair.open()
     with FakeDraft(pair.path):
-        assert took(pair.ask, session) >= 0.05
-        assert took(pair.ask, session) < 0.05
+        assert took(pair.ask, session) >= DEADLINE_S
+        assert took(pair.ask, session) < DEADLINE_S
     with FakeDraft(pair.path) as draft:
         draft.propose(3, (session.id, session.epoch + 1, [5]))
         assert pair.ask(session) == {session: [5]}
@@ -684,8 +692,9 @@ def test_a_long_prompt_is_cut_over_frames_and_whole_again(pair, draft):
     lengths = [1, 63, 64, 65, 128, 129, 500]
     for length in lengths:
         session = pair.open(np.random.default_rng(length).integers(0, VOCAB, length).tolist())
-        pair.link.begin()
-        pair.link.exchange({})
+        for _ in range(3):
+            pair.link.begin()
+            pair.link.exchange({})
         rows, tokens = draft.outcomes(), []
         for i, row in enumerate(rows):
             assert (row.session, row.epoch, row.position) == (session.id, 1, len(tokens))
@@ -731,12 +740,20 @@ def test_a_session_that_ends_right_after_its_preemption_is_still_forgotten(pair,
     assert [(r.session, r.kind) for r in draft.outcomes()] == [(session.id, OPEN), (session.id, CLOSE)]
 
 
-def test_a_session_the_draft_never_knew_is_not_closed_there(pair, draft):
-    session = pair.open()
-    pair.close(session)
-    pair.link.begin()
-    pair.link.exchange({})
-    assert draft.outcomes() == []
+def test_a_session_the_draft_never_knew_is_not_closed_there(pair):
+    with FakeDraft(pair.path) as draft:
+        known = pair.open()
+        pair.link.begin()
+        pair.link.exchange({})
+        pair.close(pair.open())
+        pair.link.begin()
+        pair.link.exchange({})
+        assert [(r.session, r.kind) for r in draft.outcomes()] == [(known.id, OPEN)]
+    with FakeDraft(pair.path) as draft:
+        pair.link.begin()
+        pair.close(known)  # the last draft knew it, this one does not
+        pair.link.exchange({})
+        assert draft.outcomes() == []
 
 
 def test_every_session_of_a_full_pair_may_end_and_begin_in_one_cycle(folder):
@@ -819,13 +836,14 @@ def test_after_an_overflow_the_draft_knows_the_truth_again(pair):
             pair.link.restart(session)
             other = pair.open([4, 4])
         pair.link.begin()
-        assert took(pair.link.exchange, {}) < 0.05
+        assert took(pair.link.exchange, {}) < DEADLINE_S
     draft.asleep = False
     draft.pump()
     assert draft.view != truth_of(pair)
-    pair.link.begin()
-    pair.link.exchange({})
-    draft.pump()
+    for _ in range(3):
+        pair.link.begin()
+        pair.link.exchange({})
+        draft.pump()
     assert draft.view == truth_of(pair)
     pair.truth[session].append(5)
     assert pair.ask(session, other) == {s: answer_of(pair.truth[s], 3) for s in (session, other)}
@@ -837,27 +855,35 @@ def test_more_than_a_ringful_to_tell_arrives_all_the_same(folder):
         for i in range(4):
             pair.open(range(i, i + 700))
         assert sum(map(len, pair.truth.values())) > 2 * OUTCOME_SLOTS * 16
-        draft = InlineDraft(pair)
-        for _ in range(6):
-            pair.link.begin()
-            pair.link.exchange({})
-            draft.pump()
+        draft, bell, cycles = InlineDraft(pair), pair.owner.bell("engine.outcome_bell"), 0
+        while draft.view != truth_of(pair):
             for tokens in pair.truth.values():
                 tokens.append(1)
-        for tokens in pair.truth.values():
-            del tokens[-1]
-        assert draft.view == truth_of(pair)
+            before = bell.value
+            pair.link.begin()
+            pair.link.exchange({})
+            assert bell.value - before <= 4  # and no cycle is held up by it
+            draft.pump()
+            cycles += 1
+            assert cycles < 100
+
+
+def test_no_answer_is_waited_for_before_the_question_is_out(pair, draft):
+    session = pair.open(range(64 * 6))
+    assert took(pair.ask, session) < DEADLINE_S
+    assert session.reason == DRAFT_LATE
+    assert took(pair.ask, session) >= DEADLINE_S
+    rows = draft.outcomes()
+    assert [row.steps for row in rows] == [0, 0, 0, 0, 0, 3]
+    assert [token for row in rows for token in row.tokens] == pair.truth[session]
 
 
 OPERATIONS = ["open", "commit", "commit", "restart", "close", "leave", "sleep", "wake", "cycle", "cycle", "ask", "ask"]
+OPERATION = st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 200), st.randoms(use_true_random=False))
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 200), st.randoms(use_true_random=False)), max_size=40
-    )
-)
+@given(st.lists(OPERATION, min_size=5, max_size=60))
 def test_the_draft_always_knows_the_truth_after_an_exchange(operations):
     slots = 4
     with (
@@ -940,7 +966,7 @@ def test_a_real_draft_in_another_process_killed_again_and_again(folder):
         while kills < 12:
             with Child(work) as child:
                 pair.link.begin()
-                assert until(lambda: generation.value > kills)
+                assert until(lambda kills=kills: generation.value > kills)
                 for _ in range(rng.randint(1, 120)):
                     step(pair, rng)
                     if not pair.truth:
@@ -1105,9 +1131,8 @@ def test_nothing_to_say_is_no_frame(pair):
 
 def fill_verdict_ring(pair):
     """Until the ring has no room: control has stopped reading."""
-    session = next(iter(pair.truth))
-    for _ in range(VERDICT_SLOTS):
-        pair.link.committed(session, 1, 1)
+    while not pair.link._verdicts.full:
+        pair.link.committed(next(iter(pair.truth)), 1, 1)
         pair.link.finish()
     assert pair.link.counts.lost_verdicts == 0
 
@@ -1180,9 +1205,29 @@ def test_every_session_heard_of_is_heard_to_end_however_long_control_sleeps(pair
     assert ended == heard
 
 
+def test_an_end_waits_for_its_beginning_where_both_do_not_fit_a_frame(pair):
+    pair.open()
+    pair.link.finish()
+    fill_verdict_ring(pair)
+    sessions = [pair.open() for _ in range(SMALL.max_sessions - 1)]
+    pair.close(sessions[0])
+    for _ in range(2):
+        sessions.append(pair.open())
+        pair.close(sessions[-1])
+    pair.link.finish()
+    pair.verdicts()
+    numbers = [session.id for session in sessions]
+    for begin, end in (numbers[:4], [numbers[0], numbers[3]]), (numbers[4:], numbers[4:]):
+        pair.link.finish()
+        opened, rows = pair.verdicts()
+        assert [o.session for o in opened] == begin
+        assert [(r.session, r.kind) for r in rows] == [(number, CLOSED) for number in end]
+
+
 def test_sessions_within_bounds_are_heard_of_though_they_began_and_ended_unheard(pair):
     live = [pair.open() for _ in range(2)]
     pair.link.finish()
+    assert len(pair.verdicts()[0]) == len(live)
     fill_verdict_ring(pair)
     short = [pair.open() for _ in range(2)]
     pair.link.finish()
@@ -1194,7 +1239,6 @@ def test_sessions_within_bounds_are_heard_of_though_they_began_and_ended_unheard
     opened, rows = pair.verdicts()
     assert [o.session for o in opened] == [s.id for s in short]
     assert [(r.session, r.kind) for r in rows] == [(s.id, CLOSED) for s in short]
-    assert len(live) == 2
 
 
 @pytest.mark.parametrize(
@@ -1205,7 +1249,7 @@ def test_sessions_within_bounds_are_heard_of_though_they_began_and_ended_unheard
         ("", b""),
         ("specdec-é", "specdec-é".encode()),
         ("specdec-" + "é" * 60, ("specdec-" + "é" * 44).encode()),
-        ("specdec-x" + "€" * 60, ("specdec-x" + "€" * 29).encode()),  # a letter that the field would cut in two
+        ("specdec-" + "€" * 60, ("specdec-" + "€" * 29).encode()),  # a letter that the field would cut in two
         ("specdec-\ud800", b"specdec-?"),  # half of a pair, which no encoding has
         ("specdec-\0\0x", b"specdec-\0\0x"),
     ],
@@ -1234,7 +1278,7 @@ def test_no_free_slot_is_no_session_and_counted(pair):
 
 def test_more_rows_than_a_frame_holds_never_raise(pair):
     """Nothing the engine does in a cycle may stop it; what does not fit is counted as lost."""
-    for _ in range(5):
+    for _ in range(4):
         sessions = [pair.open() for _ in range(SMALL.max_sessions)]
         for session in sessions:
             pair.link.committed(session, 1, 1)

@@ -250,6 +250,21 @@ class FakeDyingMemory:
 STORES = {"in the body": (1, 5), "before the head": (2, 0), "in the head": (2, 8), "after the head": (2, HEAD)}
 
 
+class FakeRacingMemory:
+    """Shared memory in which somebody else acts right after each of the writer's loads."""
+
+    def __init__(self, memory, act) -> None:
+        self._memory, self._act = memory, act
+
+    def __getitem__(self, span: slice) -> bytes:
+        copy = bytes(self._memory[span])
+        self._act()
+        return copy
+
+    def __setitem__(self, span: slice, value: bytes) -> None:
+        self._memory[span] = value
+
+
 def die_writing(ring: Ring, number: int, where: str) -> None:
     """A process writes frame `number` and is killed on the way; its stores so far stay."""
 
@@ -272,7 +287,7 @@ def die_writing(ring: Ring, number: int, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", [*STORES, "before the bell"])
-@pytest.mark.parametrize("read", ["before the new writer", "before its first frame", "after it"])
+@pytest.mark.parametrize("read", ["before the new writer", "while it starts", "before its first frame", "after it"])
 def test_a_killed_writer_loses_no_frame_of_the_next_one(where, read):
     """The frame it died in may come or not; every frame `write` took after that comes, once and in order."""
     ring = Ring(slots=3)
@@ -283,6 +298,8 @@ def test_a_killed_writer_loses_no_frame_of_the_next_one(where, read):
     die_writing(ring, 100, where)
     if read == "before the new writer":
         got += reader.read_all()
+    if read == "while it starts":
+        ring.memory = FakeRacingMemory(ring.memory, lambda: got.extend(reader.read_all()))
     writer = ring.writer()
     if read == "before its first frame":
         got += reader.read_all()
@@ -310,6 +327,24 @@ def test_a_frame_given_up_as_garbage_does_not_swallow_the_next_writers(monkeypat
     assert writer.write(frame(1))
     assert writer.write(frame(2))
     assert list(reader.read_all()) == [frame(1), frame(2)]
+
+
+def test_a_new_writer_takes_back_what_was_announced_and_never_written(monkeypatch):
+    """Else the reader may give it up, and with it the number that the new writer is about to use."""
+    monkeypatch.setattr(rings, "_GARBAGE_AFTER_NS", 20_000_000)
+    ring = Ring(slots=3)
+    reader = ring.reader()
+    die_writing(ring, 100, "in the head")
+    assert reader.read() is None
+    writer = ring.writer()
+    time.sleep(0.03)
+    assert reader.read() is None
+    assert writer.write(frame(1))
+    spoil(ring, 1, "body")
+    assert reader.read() is None
+    assert reader.garbage == 0  # torn again, but not for long yet
+    spoil(ring, 1, "body")
+    assert reader.read() == frame(1)
 
 
 def test_writers_killed_at_random_lose_nothing_they_were_told_is_accepted():

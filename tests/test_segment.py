@@ -359,9 +359,10 @@ def test_foreign_files_and_live_segments_are_left_alone(folder):
     outside = folder / "outside"
     outside.write_bytes(identity())
     (folder / "specdec-link").symlink_to(outside)
+    kept = {*names(folder), "specdec-live"}
     with held_elsewhere(lambda: Segment.create(folder / "specdec-live", LAYOUT)):
         with held_elsewhere(lambda: Segment.create(path, LAYOUT)) as dead:
-            kept = set(names(folder)) - {path.name}
+            assert set(names(folder)) == kept | {path.name}
             assert sweep(folder) == []
             dead.kill()
             assert sweep(folder) == [path]
@@ -373,6 +374,42 @@ def test_foreign_files_and_live_segments_are_left_alone(folder):
         assert {name: (folder / name).read_bytes() for name in foreign} == foreign
         assert outside.read_bytes() == identity()
         Segment.attach(folder / "specdec-live", Role.DRAFT).close()
+
+
+@pytest.mark.parametrize("moment", ["opened", "looked at"])
+def test_a_sweep_never_takes_a_segment_that_came_in_between(path, monkeypatch, moment):
+    """Two verifiers start where a third has died: one's sweep must not remove what the other has made since."""
+    with held_elsewhere(lambda: Segment.create(path, LAYOUT)):
+        pass
+    made, real_open, real_stat = [], os.open, os.stat
+
+    def another_starts():
+        monkeypatch.undo()
+        with contextlib.suppress(SegmentInUse):  # told to try again: that is harmless
+            made.append(Segment.create(path, LAYOUT))
+
+    def fake_open(file, *arguments, **options):
+        fd = real_open(file, *arguments, **options)
+        if file == path:
+            another_starts()
+        return fd
+
+    def fake_stat(file, *arguments, **options):
+        result = real_stat(file, *arguments, **options)
+        if file == path:
+            another_starts()
+        return result
+
+    if moment == "opened":
+        monkeypatch.setattr(os, "open", fake_open)
+    else:
+        monkeypatch.setattr(os, "stat", fake_stat)
+    sweep(path.parent)
+    assert all(segment.current for segment in made)
+    assert bool(made) == (moment == "opened")
+    for segment in made:
+        segment.close()
+    assert names(path.parent) == []
 
 
 def test_a_foreign_file_in_the_way_is_named_and_kept(path):

@@ -64,15 +64,25 @@ class Guarded:
 
 
 def _main(read_end: int, command: list[str]) -> int:
-    child = subprocess.Popen(command)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: child.send_signal(number))
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # signals from before there was a command to pass them on to
+
+    def pass_on(number: int, _: object) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
 
     def watch() -> None:
         os.read(read_end, 1)
         os.killpg(0, signal.SIGKILL)
 
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
     threading.Thread(target=watch, daemon=True).start()
+    child = subprocess.Popen(command)
+    for missed in early:
+        child.send_signal(missed)
     code = child.wait()
     return code if code >= 0 else 128 - code
 

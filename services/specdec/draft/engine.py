@@ -9,6 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from itertools import islice
+from operator import index
 
 import numpy as np
 
@@ -50,13 +52,17 @@ class DraftEngine:
         self._beat.value = now_ns()
         generation = self._segment.word("draft.generation")
         generation.value = generation.value + 1  # from here on the verifier counts on us, and tells all it knows anew
-        while not self._stopped.is_set():
-            body = self._outcomes.wait(_IDLE_S)
-            self._beat.value = now_ns()
-            if body is not None:
-                self.answer(body)
-            elif not self._segment.current or not self._segment.alive(Role.OWNER):
-                return
+        try:
+            while not self._stopped.is_set():
+                body = self._outcomes.wait(_IDLE_S)
+                self._beat.value = now_ns()
+                if body is not None:
+                    self.answer(body)
+                elif not self._segment.current or not self._segment.alive(Role.OWNER):
+                    return
+        finally:
+            for session in list(self._sessions.values()):  # the drafter outlives this verifier
+                self._forget(session)
 
     def answer(self, body: bytes) -> None:
         """One outcome frame: applies it and, if any session wants drafts, proposes."""
@@ -100,12 +106,16 @@ class DraftEngine:
 
     def _forget(self, session: DraftSession) -> None:
         del self._sessions[session.id]
-        self._drafter.forget(session)
+        try:
+            self._drafter.forget(session)
+        except Exception:
+            self._metrics.faults.inc()
+            log.exception("the drafter failed to forget a session; what it kept of it may stay")
 
     def _propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> Sequence[Sequence[int]]:
         try:
             drafts = self._drafter.propose(sessions, steps)
-            return [list(ids)[:k] for ids, k in zip(drafts, steps, strict=True)]
+            return [[index(token) for token in islice(ids, k)] for ids, k in zip(drafts, steps, strict=True)]
         except Exception:  # a drafter is anybody's code, and may cost speed only
             self._metrics.faults.inc()
             log.exception("the drafter failed; this cycle goes on without drafts")

@@ -73,6 +73,8 @@ class DraftService:
             told = ""
             with segment:
                 self._engine = DraftEngine(segment, self._drafter, self._metrics)
+                if self._stopping.is_set():
+                    self._engine.stop()
                 self._detail = "drafting"
                 log.info("joined %s, drafter %s", self._path, self._settings.drafter)
                 self._engine.run()

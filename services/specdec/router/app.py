@@ -79,9 +79,8 @@ def create_app(settings: RouterSettings) -> FastAPI:
 
     @app.api_route("/{path:path}", methods=_METHODS)
     async def forward(http: HttpRequest) -> Response:
-        route = http.url.path if http.url.path in _KNOWN else "other"
-        status = "499"  # the client has gone
-        metrics.in_flight.inc()
+        route = http.scope["path"] if http.scope["path"] in _KNOWN else "other"
+        status = "500"
         try:
             response: Response = await app.state.proxy.forward(http, choose(pairs))
             status = str(response.status_code)
@@ -90,9 +89,9 @@ def create_app(settings: RouterSettings) -> FastAPI:
             status = str(error.status)
             return error.response()
         except ClientGone:
+            status = "499"
             return Response(status_code=499)
         finally:
-            metrics.in_flight.dec()
             metrics.requests.labels(route, status).inc()
 
     @app.exception_handler(HTTPException)

@@ -5,17 +5,21 @@ and `usage` gets the counts of the draft's tokens.
 """
 
 import asyncio
+import contextlib
 import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from specdec.router.pairs import Pair, Request
 from specdec.telemetry import RouterMetrics
@@ -24,9 +28,12 @@ GENERATING = ("/v1/chat/completions", "/v1/completions")
 _SETTLE_S = 0.05  # how long an answer waits for its last verdict
 # Hop by hop (RFC 9110, 7.6.1), or set anew by whoever sends.
 _DROPPED = frozenset(
-    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
-    + ("transfer-encoding", "upgrade", "host", "content-length", "x-request-id", "accept-encoding", "date", "server")
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te")
+    + (b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"x-request-id", b"accept-encoding")
+    + (b"date", b"server")
 )
+_UNBUFFERED = {b"x-accel-buffering": b"no", b"cache-control": b"no-cache"}  # asks proxies in front to stream, too
+_EVENT_END = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _ID_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -61,17 +68,20 @@ def parse_speculative(value: Any) -> int | None:
 
 
 async def read_body(http: HttpRequest, limit: int) -> bytes:
-    """The request's body. Raises ApiError (413) as soon as it is larger than `limit` bytes."""
+    """The request's body. Raises ApiError (413) as soon as it is larger than `limit` bytes, and ClientGone."""
     too_large = ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
     length = http.headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise too_large
     parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size > limit:
-            raise too_large
-        parts.append(part)
+    try:
+        async for part in http.stream():
+            size += len(part)
+            if size > limit:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ClientGone from error
     return b"".join(parts)
 
 
@@ -81,7 +91,7 @@ def prepare(path: str, body: bytes) -> tuple[bytes, int | None]:
         return body, None
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body, None
     if not isinstance(fields, dict) or "speculative" not in fields:
         return body, None
@@ -89,8 +99,8 @@ def prepare(path: str, body: bytes) -> tuple[bytes, int | None]:
     return json.dumps(fields).encode(), cap
 
 
-def add_counts(answer: dict[str, Any], accepted: int, rejected: int) -> None:
-    """Puts the draft's counts where OpenAI's API has those of predicted outputs."""
+def _with_counts(answer: dict[str, Any], accepted: int, rejected: int) -> bytes:
+    """The JSON of an answer with the draft's counts where OpenAI's API has those of predicted outputs."""
     usage = answer["usage"]
     details = usage.get("completion_tokens_details") or {}
     usage["completion_tokens_details"] = {
@@ -98,6 +108,7 @@ def add_counts(answer: dict[str, Any], accepted: int, rejected: int) -> None:
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": rejected,
     }
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 class Proxy:
@@ -108,52 +119,59 @@ class Proxy:
 
     async def forward(self, http: HttpRequest, pair: Pair) -> Response:
         """The pair's answer to `http`. Raises ApiError for what the router itself refuses."""
-        path = http.url.path
-        body, cap = prepare(path, await read_body(http, self._max_body))
-        request = Request(f"specdec-{uuid.uuid4().hex}", cap)
-        given_id = http.headers.get("x-request-id", "")
-        answer_id = given_id if _ID_TEXT.fullmatch(given_id) else request.id
-        gone = asyncio.create_task(_disconnected(http))
-        started = time.monotonic()
-        pair.register(request)
-        try:
-            answer = await _unless(gone, self._send(http, pair, request, body))
-            self._metrics.first_byte.observe(time.monotonic() - started)
-        except BaseException as error:
-            gone.cancel()
-            pair.release(request)
-            if isinstance(error, httpx.HTTPError):
+        async with AsyncExitStack() as held:  # until the answer's last byte, however it comes to that
+            self._metrics.in_flight.inc()
+            held.callback(self._metrics.in_flight.dec)
+            path = http.scope["path"]
+            body, cap = prepare(path, await read_body(http, self._max_body))
+            request = Request(f"specdec-{uuid.uuid4().hex}", cap)
+            given_id = http.headers.get("x-request-id", "")
+            answer_id = given_id if _ID_TEXT.fullmatch(given_id) else request.id
+            gone = asyncio.create_task(_disconnected(http))
+            held.callback(gone.cancel)
+            pair.register(request)
+            held.callback(pair.release, request)
+            started = time.monotonic()
+            try:
+                answer = await _unless(gone, self._send(http, pair, request, body))
+            except httpx.HTTPError as error:
                 raise _unreachable(error) from error
-            raise
-        headers = _kept(answer.headers) | {"x-request-id": answer_id}
-        if answer.headers.get("content-type", "").startswith("text/event-stream"):
-            headers |= {"x-accel-buffering": "no", "cache-control": "no-cache"}
-        stream = self._relay(answer, pair, request, gone, path in GENERATING)
-        if path in GENERATING and answer.headers.get("content-type", "").startswith("application/json"):
-            parts = [part async for part in stream]  # one JSON document: whole before it can be given its counts
-            return Response(b"".join(parts), answer.status_code, headers)
-        return StreamingResponse(stream, answer.status_code, headers)
+            held.push_async_callback(answer.aclose)  # ends vLLM's work if that is not done
+            self._metrics.first_byte.observe(time.monotonic() - started)
+            headers = [*_kept(answer.headers.raw), (b"x-request-id", answer_id.encode())]
+            if _is(answer, "text/event-stream"):
+                headers = [(name, value) for name, value in headers if name not in _UNBUFFERED] + [*_UNBUFFERED.items()]
+            parts = self._relay(answer, request, gone, path in GENERATING)
+            if path in GENERATING and _is(answer, "application/json"):
+                # one JSON document: whole before it can be given its counts
+                response = Response(b"".join([part async for part in parts]), answer.status_code)
+            else:
+                response = _Relayed(parts, answer.status_code, held.pop_all())
+            response.raw_headers += headers
+            return response
 
     async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> httpx.Response:
-        headers = _kept(http.headers) | {"x-request-id": request.id, "accept-encoding": "identity"}
-        url = pair.http_url + http.url.path + (f"?{http.url.query}" if http.url.query else "")
+        headers = [*_kept(http.headers.raw), (b"x-request-id", request.id.encode()), (b"accept-encoding", b"identity")]
+        base, query = httpx.URL(pair.http_url), http.scope["query_string"]
+        target = base.raw_path.rstrip(b"/") + http.scope["raw_path"] + (b"?" + query if query else b"")
+        try:
+            url = base.copy_with(raw_path=target)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ApiError(400, f"the request's path or query is not a valid one: {error}") from error
         return await self._client.send(
             self._client.build_request(http.method, url, headers=headers, content=body), stream=True
         )
 
     async def _relay(
-        self, answer: httpx.Response, pair: Pair, request: Request, gone: "asyncio.Task[None]", counted: bool
+        self, answer: httpx.Response, request: Request, gone: "asyncio.Task[None]", counted: bool
     ) -> AsyncIterator[bytes]:
-        """The answer's bytes. Ends vLLM's work when the client has gone, and the request's place however it ends."""
-        is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+        """The answer's bytes, as long as the client is there."""
+        parts, is_stream = answer.aiter_raw(), _is(answer, "text/event-stream")
+        if counted and is_stream:
+            parts = self._count_events(parts, request)
+        elif counted and answer.status_code == 200:
+            parts = self._count_document(parts, request)
         try:
-            parts = answer.aiter_raw()
-            if not counted:
-                pass
-            elif is_stream:
-                parts = self._count_events(parts, request)
-            elif answer.status_code == 200:
-                parts = self._count_document(parts, request)
             while (part := await _unless(gone, _next(parts))) is not None:
                 yield part
         except httpx.HTTPError as error:
@@ -161,18 +179,14 @@ class Proxy:
                 raise _unreachable(error) from error
             # the status has been sent: say it in the stream, and do not end it as if it were whole
             yield b"data: " + bytes(_unreachable(error).response().body) + b"\n\n"
-        finally:
-            gone.cancel()
-            pair.release(request)
-            await answer.aclose()
 
     async def _count_events(self, parts: AsyncIterator[bytes], request: Request) -> AsyncIterator[bytes]:
         """Server-sent events with the counts in those that carry usage; every other byte as it came."""
         held = b""
         async for part in parts:
             held += part
-            while (end := held.find(b"\n\n")) >= 0:
-                event, held = held[: end + 2], held[end + 2 :]
+            while end := _EVENT_END.search(held):
+                event, held = held[: end.end()], held[end.end() :]
                 yield await self._counted(event, request) if b'"usage":{' in event.replace(b" ", b"") else event
         if held:
             yield held
@@ -182,30 +196,47 @@ class Proxy:
             answer = json.loads(event.removeprefix(b"data:"))
             last = not answer["choices"]
             accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S if last else 0)
-            add_counts(answer, accepted, rejected)
+            return b"data: " + _with_counts(answer, accepted, rejected) + b"\n\n"
         except (ValueError, KeyError, TypeError):
             return event
-        return b"data: " + json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
     async def _count_document(self, parts: AsyncIterator[bytes], request: Request) -> AsyncIterator[bytes]:
         body = b"".join([part async for part in parts])
         try:
             answer = json.loads(body)
             accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S)
-            add_counts(answer, accepted, rejected)
+            body = _with_counts(answer, accepted, rejected)
         except (ValueError, KeyError, TypeError):
-            yield body
-        else:
-            yield json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+            pass  # an answer without usage, or none of OpenAI's
+        yield body
 
 
 class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
 
 
-def _kept(headers: Any) -> dict[str, str]:
-    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
-    return {name: value for name, value in headers.items() if name.lower() not in _DROPPED | named}
+class _Relayed(StreamingResponse):
+    """A streamed answer that lets go of what it holds, even if the client goes before it has begun."""
+
+    def __init__(self, parts: AsyncIterator[bytes], status: int, held: AsyncExitStack) -> None:
+        super().__init__(parts, status)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            with contextlib.suppress(ClientGone):
+                await self.stream_response(send)
+
+
+def _is(answer: httpx.Response, media_type: str) -> bool:
+    return str(answer.headers.get("content-type", "")).startswith(media_type)
+
+
+def _kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """What is meant for the far end, byte by byte; names in lower case."""
+    lower = [(name.lower(), value) for name, value in headers]
+    named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
+    return [(name, value) for name, value in lower if name not in _DROPPED | named]
 
 
 def _unreachable(error: httpx.HTTPError) -> ApiError:

@@ -112,7 +112,7 @@ class Control(pb_grpc.SpeculationServicer):
 
     def _pump_verdicts(self) -> None:
         while self._running:
-            body = self._verdicts.wait(0.2)
+            body = self._verdicts.wait(0.05)
             if body is None:
                 continue
             frame = _decode(body)

@@ -1,10 +1,14 @@
 """vLLM's CPU worker with its drafting taken out and one of its kernels mended (`--worker-cls`, model runner V1)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import vllm.v1.worker.cpu_worker as cpu_worker
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
@@ -34,21 +38,57 @@ class NoProposer:
         return [[] for _ in sampled_token_ids]
 
 
+def _mask_bonus(
+    processor: MinTokensLogitsProcessor, drafts: list[int], logits: torch.Tensor
+) -> torch.Tensor:  # [batch, vocab]
+    """Forbids the stop tokens where the token after the row's drafts still comes too early to stop."""
+    rows: list[int] = []
+    stops: list[int] = []
+    restorable: list[bool] = []
+    for row, (minimum, output, stop_ids, structured) in processor.min_toks.items():
+        if len(output) + drafts[row] < minimum:
+            rows += [row] * len(stop_ids)
+            stops += stop_ids
+            restorable += [structured] * len(stop_ids)
+    masked = torch.tensor(rows, dtype=torch.long), torch.tensor(stops, dtype=torch.long)
+    may_return = torch.tensor(restorable, dtype=torch.bool)
+    processor._mask_stop_token_logits(logits, masked, (masked[0][may_return], masked[1][may_return]))
+    return logits
+
+
 class Runner(CPUModelRunner):
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> list[list[int]]:
         return [[] for _ in sampled_token_ids]
 
-    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """A prompt's chunk before its last samples a token that is thrown away. With a seed, its draw must be taken
         back, or the answer depends on how the prompt was cut."""
         discarded = self._discarded_generators()
         states = {row: generator.get_state() for row, generator in discarded.items()}
-        output = super()._sample(*args, **kwargs)
+        with self._min_tokens_after_drafts(spec_decode_metadata):
+            output = super()._sample(logits, spec_decode_metadata)
         for row, generator in discarded.items():
             generator.set_state(states[row])
         return output
+
+    @contextmanager
+    def _min_tokens_after_drafts(self, spec_decode_metadata: Any) -> Iterator[None]:
+        """A bonus token follows its row's drafts, so `min_tokens` binds it only where the drafts leave a token due.
+        vLLM counts the drafts for the drafts' own rows but not for the bonus token's, which then may not be a stop."""
+        processors = self.input_batch.sampling_metadata.logitsprocs.non_argmax_invariant
+        due = [p for p in processors if isinstance(p, MinTokensLogitsProcessor) and p.min_toks]
+        if spec_decode_metadata is None or not due:
+            yield
+            return
+        for processor in due:
+            processor.apply = partial(_mask_bonus, processor, spec_decode_metadata.num_draft_tokens)
+        try:
+            yield
+        finally:
+            for processor in due:
+                del processor.apply  # the class's own again
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM takes the draw back by the generator's offset, which CPU generators do not have: the engine would end

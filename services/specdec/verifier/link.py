@@ -11,8 +11,9 @@ No vLLM here: scheduler.py calls it from inside the engine, tests call it with a
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -44,6 +45,7 @@ from specdec.channel.segment import Role, Segment, now_ns
 ROUTED = "specdec-"  # what a router's X-Request-Id starts with: such a session waits for its first order
 _FIRST_LEASE_NS = 500_000_000
 _LOST_AFTER_S = 1.0
+_FRAMES_A_CYCLE = 4  # telling a draft that has just joined all of it at once would hold up the engine
 
 
 class Tokens(Protocol):
@@ -72,6 +74,10 @@ class Session:
     opened: bool = False  # this epoch's OPEN has been sent
     known: bool = False  # the draft holds something of it, of this epoch or an earlier one
     reason: int = NONE  # why its coming cycle verifies fewer drafts than ordered
+
+
+_Row = tuple[int, int, int, int, int, int]  # of OUTCOME_ROW
+_Frame = tuple[list[_Row], list[int], list[tuple[Session, int]]]  # rows, tokens, how far each session is then told
 
 
 @dataclass(frozen=True)
@@ -230,8 +236,6 @@ class Link:
         if not self._send_outcomes(asked):
             self._blame(asked, DRAFT_LATE)
             return {}
-        if not asked:
-            return {}
         drafts = self._await_proposal(asked, start)
         self.draft_us = int((time.monotonic() - start) * 1e6)
         return drafts
@@ -241,7 +245,6 @@ class Link:
         under_order = session.reason != STANDING and session.order > 0
         if under_order:
             session.remaining -= 1
-            session.held_since_ns = 0
         order, steps = (session.order, session.steps) if under_order else (0, 0)
         self._cycles[session.id] = _Cycle(session, order, steps, proposed)
 
@@ -331,43 +334,44 @@ class Link:
             session.reason = reason
 
     def _send_outcomes(self, asked: Mapping[Session, int]) -> bool:
-        """What the draft has not been told yet, in as many frames as it takes.
-
-        False: the ring is full. What did not fit goes with a later cycle, when the draft has read on.
-        """
+        """Tells the draft what it does not know yet, as far as there is room. Returns whether that asks for drafts."""
+        question = False
         if self._outcomes.full:
-            return False
-        layout = self._segment.layout
-        rows: list[tuple[int, ...]] = [(session, epoch, CLOSE, 0, 0, 0) for session, epoch in self._closes]
+            return question
+        for rows, tokens, told in islice(self._untold(asked), _FRAMES_A_CYCLE):
+            head = np.zeros(1, OUTCOME_HEAD)
+            head[0] = (self.cycle, len(rows), len(tokens))
+            if not self._outcomes.write(head, np.array(rows, OUTCOME_ROW), np.array(tokens, np.int32)):
+                break
+            self._closes.clear()  # the first frame has carried them
+            for session, sent in told:
+                session.sent, session.opened, session.known = sent, True, True
+            question = question or any(steps for _, _, _, steps, _, _ in rows)
+        return question
+
+    def _untold(self, asked: Mapping[Session, int]) -> Iterator[_Frame]:
+        """What the draft has not been told, in frames of as many tokens as fit one."""
+        frame_tokens = self._segment.layout.frame_tokens
+        rows: list[_Row] = [(session, epoch, CLOSE, 0, 0, 0) for session, epoch in self._closes]
         tokens: list[int] = []
-        told: list[tuple[Session, int]] = []  # how far each session is told, once this frame is in the ring
+        told: list[tuple[Session, int]] = []
         for session in self._sessions.values():
             steps, total = asked.get(session, 0), len(session.tokens)
             if session.opened and session.sent == total and not steps:
                 continue
             sent, kind, whole = session.sent, COMMIT if session.opened else OPEN, False
             while not whole:
-                new = session.tokens[sent : min(total, sent + layout.frame_tokens - len(tokens))]
+                new = session.tokens[sent : min(total, sent + frame_tokens - len(tokens))]
                 whole = sent + len(new) == total
                 rows.append((session.id, session.epoch, kind, steps if whole else 0, sent, len(new)))
                 tokens.extend(new)
                 sent, kind = sent + len(new), COMMIT
                 told.append((session, sent))
-                if not whole or len(rows) >= 2 * layout.max_sessions - 1:
-                    if not self._tell(rows, tokens, told):
-                        return False
+                if not whole:
+                    yield rows, tokens, told
                     rows, tokens, told = [], [], []
-        return not rows or self._tell(rows, tokens, told)
-
-    def _tell(self, rows: list[tuple[int, ...]], tokens: list[int], told: list[tuple[Session, int]]) -> bool:
-        head = np.zeros(1, OUTCOME_HEAD)
-        head[0] = (self.cycle, len(rows), len(tokens))
-        if not self._outcomes.write(head, np.array(rows, OUTCOME_ROW), np.array(tokens, np.int32)):
-            return False
-        self._closes.clear()  # the first frame has carried them
-        for session, sent in told:
-            session.sent, session.opened, session.known = sent, True, True
-        return True
+        if rows:
+            yield rows, tokens, told
 
     def _await_proposal(self, asked: Mapping[Session, int], start: float) -> dict[Session, list[int]]:
         left = self.deadline.seconds

@@ -58,6 +58,11 @@ CPU_SEAMS = (
         "the same",
     ),
     Seam(
+        "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor._mask_stop_token_logits",
+        ("self", "logits", "logits_slice", "restore_logits_slice"),
+        "min_tokens after accepted drafts",
+    ),
+    Seam(
         "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
         ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
         "mended for vllm#55005",

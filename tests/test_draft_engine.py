@@ -1,0 +1,434 @@
+"""draft/engine.py and draft/service.py: outcomes in, proposals out, and the draft's process as it comes and goes."""
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+import specdec
+from channel_kit import Child, shared_folder, until
+from specdec.channel.layout import (
+    CLOSE,
+    COMMIT,
+    OPEN,
+    OUTCOME_HEAD,
+    OUTCOME_ROW,
+    PROPOSAL_HEAD,
+    PROPOSAL_ROW,
+    PROPOSAL_SLOTS,
+    Layout,
+)
+from specdec.channel.segment import Role, Segment, now_ns, segment_path
+from specdec.draft.drafters import load_drafter
+from specdec.draft.engine import DraftEngine
+from specdec.errors import SettingsError
+from specdec.telemetry import DraftMetrics
+
+SIZES = Layout(max_sessions=4, max_steps=5, frame_tokens=64)
+
+
+class FakeVerifier:
+    """Owner and engine of a segment; the test writes every outcome."""
+
+    def __init__(self, path):
+        self.owner = Segment.create(path, SIZES)
+        self.engine = Segment.attach(path, Role.ENGINE)
+        self.writer, self.reader = self.engine.writer("outcomes"), self.engine.reader("proposals")
+        self.cycle = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.engine.close()
+        self.owner.close()
+
+    def tell(self, *rows):
+        """One outcome of (session, epoch, kind, steps, position, tokens) rows. Returns its cycle."""
+        self.cycle += 1
+        table = np.array([(*fields, len(tokens)) for *fields, tokens in rows], OUTCOME_ROW)
+        flat = [token for row in rows for token in row[-1]]
+        head = np.zeros(1, OUTCOME_HEAD)
+        head[0] = (self.cycle, len(rows), len(flat))
+        assert self.writer.write(head, table, np.array(flat, np.int32))
+        return self.cycle
+
+    def proposal(self, timeout_s=5):
+        """(cycle, [(session, epoch, tokens)]) of the next proposal, or None if none comes."""
+        body = self.reader.wait(timeout_s)
+        if body is None:
+            return None
+        head = np.frombuffer(body, PROPOSAL_HEAD, 1)[0]
+        at = PROPOSAL_HEAD.itemsize + int(head["rows"]) * PROPOSAL_ROW.itemsize
+        ids, rows = np.frombuffer(body, np.int32, head["tokens"], at).tolist(), []
+        for session, epoch, count in np.frombuffer(body, PROPOSAL_ROW, head["rows"], PROPOSAL_HEAD.itemsize).tolist():
+            rows.append((session, epoch, ids[:count]))
+            ids = ids[count:]
+        assert not ids
+        return int(head["cycle"]), rows
+
+
+class FakeDrafter:
+    """Proposes the session's last token plus 1, plus 2, ...; `fault` replaces that for the next call."""
+
+    def __init__(self):
+        self.seen, self.forgotten, self.fault, self.forget_fault = [], [], None, None
+
+    def propose(self, sessions, steps):
+        self.seen.append([(s.id, s.epoch, list(s.tokens), k) for s, k in zip(sessions, steps, strict=True)])
+        fault, self.fault = self.fault, None
+        if fault is not None:
+            return fault(sessions, steps)
+        return [[s.tokens[-1] + i for i in range(1, k + 1)] for s, k in zip(sessions, steps, strict=True)]
+
+    def forget(self, session):
+        self.forgotten.append(session)
+        if self.forget_fault:
+            raise self.forget_fault
+
+
+class RunningDraft:
+    """The real engine in a thread, with a fake drafter."""
+
+    def __init__(self, path):
+        self.segment, self.drafter, self.metrics = Segment.attach(path, Role.DRAFT), FakeDrafter(), DraftMetrics()
+        self.engine = DraftEngine(self.segment, self.drafter, self.metrics)
+        self.thread = threading.Thread(target=self.engine.run, daemon=True)
+
+    def __enter__(self):
+        generation = self.segment.word("draft.generation")
+        before = generation.value
+        self.thread.start()
+        assert until(lambda: generation.value > before)
+        return self
+
+    def __exit__(self, *_):
+        self.engine.stop()
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        self.segment.close()
+
+    def count(self, name):
+        return self.metrics.registry.get_sample_value(f"specdec_draft_{name}")
+
+
+@pytest.fixture
+def verifier():
+    with shared_folder() as folder, FakeVerifier(folder / "specdec-p") as made:
+        yield made
+
+
+@pytest.fixture
+def draft(verifier):
+    with RunningDraft(verifier.owner.path) as made:
+        yield made
+
+
+# ---- outcomes in, proposals out
+
+
+def test_a_proposal_carries_its_outcomes_cycle_and_epochs(verifier, draft):
+    verifier.tell((1, 7, OPEN, 3, 0, [10, 11]), (2, 1, OPEN, 0, 0, [20]), (3, 1, OPEN, 1, 0, [30]))
+    assert verifier.proposal() == (1, [(1, 7, [12, 13, 14]), (3, 1, [31])])
+    verifier.tell((2, 1, COMMIT, 2, 1, [21, 22]), (1, 7, COMMIT, 0, 2, [15]))
+    assert verifier.proposal() == (2, [(2, 1, [23, 24])])
+    verifier.tell((1, 7, COMMIT, 1, 3, []))
+    assert verifier.proposal() == (3, [(1, 7, [16])])
+    assert draft.drafter.seen[1:] == [[(2, 1, [20, 21, 22], 2)], [(1, 7, [10, 11, 15], 1)]]
+    assert draft.count("sessions") == 3
+    assert draft.count("proposals_total") == 3
+    assert draft.count("tokens_total") == 7
+    assert draft.count("unmatched_rows_total") == 0
+
+
+def test_nobody_wants_drafts_and_none_are_made(verifier, draft):
+    verifier.tell((1, 1, OPEN, 0, 0, [1]))
+    verifier.tell((1, 1, COMMIT, 0, 1, [2]))
+    verifier.tell((1, 1, CLOSE, 0, 0, []))
+    verifier.tell((2, 1, OPEN, 1, 0, [5]))
+    assert verifier.proposal() == (4, [(2, 1, [6])])
+    assert len(draft.drafter.seen) == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (9, 1, COMMIT, 2, 0, [5]),  # never opened
+        (1, 2, COMMIT, 2, 2, [5]),  # another epoch
+        (1, 0, COMMIT, 2, 2, [5]),
+        (1, 1, COMMIT, 2, 1, [5]),  # tokens it has already
+        (1, 1, COMMIT, 2, 3, [5]),  # tokens missing before it
+        (1, 2, OPEN, 2, 4, [5]),  # an epoch that begins in the middle
+    ],
+)
+def test_rows_that_fit_no_session_are_counted_and_ignored(verifier, draft, row):
+    verifier.tell((1, 1, OPEN, 0, 0, [1, 2]), (2, 1, OPEN, 0, 0, [8]))
+    verifier.tell(row, (2, 1, COMMIT, 1, 1, [9]))
+    assert verifier.proposal() == (2, [(2, 1, [10])])  # the others are served
+    assert draft.count("unmatched_rows_total") == 1
+    verifier.tell((1, 3, OPEN, 1, 0, [4]))
+    assert verifier.proposal() == (3, [(1, 3, [5])])  # a new epoch puts it right
+    assert draft.count("unmatched_rows_total") == 1
+
+
+def test_a_frame_that_was_never_whole_is_counted(verifier, draft):
+    at = SIZES.outcomes.start
+    draft.engine._outcomes._memory = HalfWritten(verifier.engine._memory, at + 16)
+    verifier.tell((1, 1, OPEN, 1, 0, [1]))
+    verifier.tell((2, 1, OPEN, 1, 0, [2]))
+    assert verifier.proposal() == (2, [(2, 1, [3])])
+    assert draft.count("garbage_frames_total") == 1
+
+
+class HalfWritten:
+    """Memory in which one byte of the first frame's body never arrives."""
+
+    def __init__(self, memory, missing):
+        self._memory, self._missing = memory, missing
+
+    def __getitem__(self, span):
+        copy = bytearray(self._memory[span])
+        if span.start <= self._missing < span.stop:
+            copy[self._missing - span.start] ^= 0xFF
+        return copy
+
+
+# ---- drafters
+
+
+def broken(sessions, steps):
+    raise RuntimeError("as a drafter may")
+
+
+FAULTS = {
+    "raises": broken,
+    "too few lists": lambda sessions, steps: [[1]],
+    "too many lists": lambda sessions, steps: [[1], [1], [1]],
+    "nothing": lambda sessions, steps: None,
+    "no tokens": lambda sessions, steps: [[None], [1]],
+    "text": lambda sessions, steps: ["ab", "cd"],
+    "fractions": lambda sessions, steps: [[1.5], [1]],
+    "raises while it is read": lambda sessions, steps: ((1 // 0 for _ in range(2)) for _ in sessions),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_drafter_that_fails_costs_its_cycle_only(verifier, draft, name):
+    verifier.tell((1, 1, OPEN, 2, 0, [1]), (2, 1, OPEN, 2, 0, [5]))
+    assert verifier.proposal() == (1, [(1, 1, [2, 3]), (2, 1, [6, 7])])
+    draft.drafter.fault = FAULTS[name]
+    verifier.tell((1, 1, COMMIT, 2, 1, [2]), (2, 1, COMMIT, 2, 1, [6]))
+    assert verifier.proposal() == (2, [(1, 1, []), (2, 1, [])])  # an answer all the same: nobody waits for it
+    assert draft.count("faults_total") == 1
+    verifier.tell((1, 1, COMMIT, 1, 2, []), (2, 1, COMMIT, 1, 2, []))
+    assert verifier.proposal() == (3, [(1, 1, [3]), (2, 1, [7])])
+    assert draft.count("faults_total") == 1
+
+
+def test_more_drafts_than_asked_are_cut(verifier, draft):
+    draft.drafter.fault = lambda sessions, steps: [range(100), itertools.count(), np.arange(7)]
+    verifier.tell((1, 1, OPEN, 2, 0, [1]), (2, 1, OPEN, 3, 0, [1]), (3, 1, OPEN, 65535, 0, [1]))
+    assert verifier.proposal() == (1, [(1, 1, [0, 1]), (2, 1, [0, 1, 2]), (3, 1, [0, 1, 2, 3, 4])])
+    assert draft.drafter.seen[0][2] == (3, 1, [1], SIZES.max_steps)
+
+
+def test_tokens_that_no_vocabulary_has_are_marked_as_none(verifier, draft):
+    draft.drafter.fault = lambda sessions, steps: [[2**31 - 1, 2**31, 2**64, -1, -(2**40)]]
+    verifier.tell((1, 1, OPEN, 5, 0, [1]))
+    assert verifier.proposal() == (1, [(1, 1, [2**31 - 1, -1, -1, -1, -1])])
+
+
+def test_a_verifier_that_takes_no_proposals_stops_nothing(verifier, draft):
+    verifier.tell((1, 1, OPEN, 1, 0, [1]))
+    for i in range(2 * PROPOSAL_SLOTS):
+        verifier.tell((1, 1, COMMIT, 1, i + 1, [i + 2]))
+    assert until(lambda: len(draft.drafter.seen) == 2 * PROPOSAL_SLOTS + 1)
+    got = [verifier.proposal() for _ in range(PROPOSAL_SLOTS)]
+    assert [cycle for cycle, _ in got] == list(range(1, PROPOSAL_SLOTS + 1))
+    assert verifier.proposal(0) is None
+    last = verifier.tell((1, 1, COMMIT, 1, 2 * PROPOSAL_SLOTS + 1, []))
+    assert verifier.proposal() == (last, [(1, 1, [2 * PROPOSAL_SLOTS + 2])])
+
+
+def test_every_session_is_forgotten_exactly_once(verifier):
+    with RunningDraft(verifier.owner.path) as draft:
+        verifier.tell((1, 1, OPEN, 0, 0, [1]), (2, 1, OPEN, 0, 0, [2]), (3, 1, OPEN, 0, 0, [3]))
+        verifier.tell((1, 1, CLOSE, 0, 0, []), (1, 1, CLOSE, 0, 0, []), (77, 1, CLOSE, 0, 0, []))
+        verifier.tell((1, 1, CLOSE, 0, 0, []), (2, 2, OPEN, 0, 0, [2]), (4, 1, OPEN, 1, 0, [4]))
+        assert verifier.proposal() is not None
+        assert [(s.id, s.epoch) for s in draft.drafter.forgotten] == [(1, 1), (2, 1)]
+    # the drafter outlives the verifier: what it keeps for this one's sessions would never be freed
+    assert sorted((s.id, s.epoch) for s in draft.drafter.forgotten) == [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1)]
+
+
+def test_a_drafter_that_fails_to_forget_costs_nothing_else(verifier, draft):
+    verifier.tell((1, 1, OPEN, 0, 0, [1]), (2, 1, OPEN, 0, 0, [5]))
+    draft.drafter.forget_fault = KeyError("as a drafter may")
+    verifier.tell((1, 1, CLOSE, 0, 0, []), (2, 1, COMMIT, 1, 1, [6]))
+    assert verifier.proposal() == (2, [(2, 1, [7])])
+    assert draft.count("faults_total") == 1
+    assert draft.count("sessions") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nosuch", "nosuch.module:Class", "json:Nosuch", "collections:OrderedDict", ":", "a:"]
+)
+def test_a_drafter_that_is_none_is_refused_by_name(name):
+    with pytest.raises(SettingsError, match="--drafter"):
+        load_drafter(name)
+
+
+# ---- joining and leaving
+
+
+def test_joining_passes_over_what_was_written_before_and_says_so(verifier):
+    verifier.tell((1, 1, OPEN, 3, 0, [1]))
+    before = now_ns()
+    for generation in (1, 2):
+        with RunningDraft(verifier.owner.path) as draft:
+            assert verifier.owner.word("draft.generation").value == generation
+            assert verifier.owner.word("draft.beat_ns").value >= before
+            cycle = verifier.tell((2, generation, OPEN, 1, 0, [5]))
+            assert verifier.proposal() == (cycle, [(2, generation, [6])])
+            assert draft.count("unmatched_rows_total") == 0
+            verifier.tell((2, generation, COMMIT, 0, 1, [6]))
+
+
+def test_an_idle_draft_still_shows_that_it_lives(verifier, draft):
+    beat = verifier.owner.word("draft.beat_ns")
+    before = beat.value
+    assert until(lambda: beat.value > before, 1)
+
+
+def test_the_loop_ends_with_its_verifier(verifier):
+    with RunningDraft(verifier.owner.path) as draft:
+        verifier.owner.close()
+        draft.thread.join(2)
+        assert not draft.thread.is_alive()
+
+
+def test_the_loop_ends_when_another_verifier_has_taken_the_name(verifier):
+    with RunningDraft(verifier.owner.path) as draft:
+        verifier.owner.path.unlink()
+        with Segment.create(verifier.owner.path, SIZES):
+            draft.thread.join(2)
+            assert not draft.thread.is_alive()
+
+
+# ---- the process
+
+
+class DraftProcess:
+    """`specdec draft`, as it is started by hand or by Kubernetes."""
+
+    def __init__(self, pair):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "specdec", "draft", "--pair", pair, "--health-port", str(port)]
+        env = {**os.environ, "PYTHONPATH": str(Path(specdec.__file__).parents[1])}
+        self.process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+
+    def readiness(self):
+        """(status, body) of /readyz; (0, {}) before it listens."""
+        assert self.process.poll() is None
+        try:
+            answer = httpx.get(self.url + "/readyz", timeout=5, trust_env=False)
+        except httpx.TransportError:
+            return 0, {}
+        return answer.status_code, answer.json()
+
+    def becomes(self, status, reason=""):
+        """Waits for a status with a reason that contains `reason`."""
+
+        def met():
+            got, body = self.readiness()
+            return got == status and (status == 200 or reason in body["reasons"][0])
+
+        return until(met, 15)
+
+    def terminate(self):
+        """SIGTERM. Returns (exit code, seconds it took)."""
+        start = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(10), time.monotonic() - start
+
+
+@pytest.fixture
+def pair_name():
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield name
+    segment_path(name).unlink(missing_ok=True)
+
+
+def open_files(pid, name):
+    """Descriptors of the process whose file has, or had, this name."""
+    folder = Path(f"/proc/{pid}/fd")
+    return [fd for fd in folder.iterdir() if fd.is_symlink() and name in os.readlink(fd)]
+
+
+def own_a_segment(path):
+    Segment.create(path, SIZES)
+    signal.pause()
+
+
+def test_the_draft_outlives_verifiers_and_joins_the_next(pair_name):
+    path = segment_path(pair_name)
+    with DraftProcess(pair_name) as draft:
+        assert draft.becomes(503, "is the verifier running?")
+        with Child(lambda: own_a_segment(path)) as owner:
+            assert draft.becomes(200)
+            files = len(open_files(draft.process.pid, path.name))
+            assert files > 0
+            owner.kill()
+        assert draft.becomes(503, "gone")
+        with FakeVerifier(path) as verifier:  # sweeps the dead one's file
+            assert draft.becomes(200)
+            assert verifier.owner.word("draft.pid").value == draft.process.pid
+            assert until(lambda: verifier.owner.word("draft.generation").value == 1)
+            verifier.tell((1, 1, OPEN, 2, 0, [5, 6, 7, 8, 5, 6, 7]))
+            assert verifier.proposal() == (1, [(1, 1, [8, 5])])
+            with pytest.raises(Exception, match="already is this pair's draft"):
+                Segment.attach(path, Role.DRAFT)
+            assert len(open_files(draft.process.pid, path.name)) == files  # nothing is left of the first
+            code, seconds = draft.terminate()
+            assert (code, seconds < 3) == (0, True)
+            assert not verifier.owner.alive(Role.DRAFT)
+
+
+def test_a_second_draft_waits_for_the_first_and_ends_while_it_waits(pair_name):
+    path = segment_path(pair_name)
+
+    def be_the_draft():
+        kept = Segment.attach(path, Role.DRAFT)
+        while kept:
+            signal.pause()
+
+    verifier = FakeVerifier(path)
+    with verifier, Child(be_the_draft) as first:
+        assert until(lambda: verifier.owner.word("draft.pid").value == first.pid)
+        with DraftProcess(pair_name) as draft:
+            assert draft.becomes(503, "already is this pair's draft")
+            first.kill()
+            assert draft.becomes(200)
+            verifier.owner.close()
+            assert draft.becomes(503, "is the verifier running?")
+            code, seconds = draft.terminate()
+            assert (code, seconds < 3) == (0, True)
