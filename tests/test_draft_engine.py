@@ -122,6 +122,11 @@ class RunningDraft:
         return self.metrics.registry.get_sample_value(f"specdec_draft_{name}")
 
 
+@pytest.fixture(autouse=True)
+def _quick_to_stop(monkeypatch):
+    monkeypatch.setattr("specdec.draft.engine._IDLE_S", 0.02)  # a thread that is told to stop looks up this often
+
+
 @pytest.fixture
 def verifier():
     with shared_folder() as folder, FakeVerifier(folder / "specdec-p") as made:
@@ -146,8 +151,7 @@ def test_a_proposal_carries_its_outcomes_cycle_and_epochs(verifier, draft):
     assert verifier.proposal() == (3, [(1, 7, [16])])
     assert draft.drafter.seen[1:] == [[(2, 1, [20, 21, 22], 2)], [(1, 7, [10, 11, 15], 1)]]
     assert draft.count("sessions") == 3
-    assert draft.count("proposals_total") == 3
-    assert draft.count("tokens_total") == 7
+    assert until(lambda: draft.count("proposals_total") == 3 and draft.count("tokens_total") == 7)
     assert draft.count("unmatched_rows_total") == 0
 
 

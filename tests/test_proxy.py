@@ -1039,7 +1039,7 @@ def test_a_client_that_goes_ends_the_engines_work(router, caplog, answer, path, 
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-@pytest.mark.parametrize("turns", range(6))
+@pytest.mark.parametrize("turns", [0, 3, 4, 5, 6, 7])
 def test_a_client_that_goes_just_as_the_answer_begins_leaves_nothing_behind(router, monkeypatch, turns):
     """Headers and hang-up within a few turns of the event loop, so that the answer's body may never be begun."""
     send = Proxy._send
@@ -1048,8 +1048,12 @@ def test_a_client_that_goes_just_as_the_answer_begins_leaves_nothing_behind(rout
     async def send_and_lose_client(self, *args):
         answer = await send(self, *args)
         writers[0].transport.abort()
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        try:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            await answer.aclose()  # as httpx does
+            raise
         return answer
 
     monkeypatch.setattr(Proxy, "_send", send_and_lose_client)
