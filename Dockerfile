@@ -4,6 +4,10 @@
 #     docker run --rm -it --shm-size 512m specdec-cpu demo
 #     docker run --rm -p 8000:8000 --shm-size 512m specdec-cpu
 #
+# On aarch64 (a Mac with Apple silicon) the build needs `--build-arg TORCH_INDEX=URL`, an index with torch's CPU build:
+# vLLM's library for aarch64 takes a BLAS function from it that the public index's CUDA build lacks. On x86-64 either
+# serves, and the CPU build halves the image.
+#
 # Any uid may run it, with a read-only root too: it writes to /cache, /tmp and /dev/shm.
 
 ARG BASE=python:3.12-slim-bookworm
@@ -18,7 +22,6 @@ RUN apt-get update \
 
 WORKDIR /opt/specdec
 
-# Another package index for torch, for example one with its CPU build: an image of less than half the size.
 ARG TORCH_INDEX=""
 
 # All but specdec's own code, so that a change of it leaves this layer alone: specdec is installed as a link to
@@ -29,6 +32,10 @@ COPY tools/setup.py tools/
 RUN mkdir services && touch README.md \
     && PIP_NO_CACHE_DIR=1 python3 -c 'import sys; sys.path.append("tools"); import os, setup; setup.build(setup.ROOT / ".venv", os.environ.get("TORCH_INDEX"))' \
     && .venv/bin/python -m pip uninstall -q -y -r requirements/dev.in
+
+# vLLM only warns where its library cannot be loaded, and fails when it serves.
+RUN .venv/bin/python -c 'import torch, vllm._custom_ops; torch.ops._C.init_cpu_memory_env' \
+    || { echo "vLLM's library does not load with this torch: see TORCH_INDEX at the top of the Dockerfile" >&2; exit 1; }
 
 COPY services/ services/
 RUN chmod -R a+rX services && python3 -m compileall -q services

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -14,7 +14,7 @@ from specdec.channel.segment import Role, Segment
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.router.loop import speculate
-from specdec.router.pairs import Pair, Session
+from specdec.router.pairs import Pair, Request, Session
 from specdec.router.steps import StepPolicy
 from specdec.telemetry import PairMetrics, RouterMetrics
 from specdec.verifier import link
@@ -116,18 +116,24 @@ async def fake_pair(folder: Path, *, max_sessions: int = 8, port: int = 0) -> As
             await until(lambda: not pair.control.routers)  # gRPC crashes if the loop ends before its streams have
 
 
-async def _no_orders(pair: Pair, session: Session) -> None: ...
+def new_router(pair: FakePair, policy: StepPolicy | None = None, *, lease_ms: int = 1000) -> Pair:
+    """A router's end of the stream. Its sessions are driven by `policy`, or by nobody."""
+
+    async def drive(pair: Pair, session: Session) -> None:
+        if policy is not None:
+            await speculate(session, pair, policy)
+
+    return Pair(pair.address, lease_ms=lease_ms, metrics=RouterMetrics(), drive=drive)
 
 
 @contextlib.asynccontextmanager
-async def router(pair: FakePair, policy: StepPolicy | None = None, *, lease_ms: int = 1000) -> AsyncIterator[Pair]:
-    """A router's end of the stream, connected. Its sessions are driven by `policy`, or by nobody."""
-
-    async def drive(pair: Pair, session: Session) -> None:
-        assert policy is not None
-        await speculate(session, pair, policy)
-
-    known = Pair(pair.address, lease_ms=lease_ms, metrics=RouterMetrics(), drive=drive if policy else _no_orders)
+async def router(
+    pair: FakePair, policy: StepPolicy | None = None, *, lease_ms: int = 1000, requests: Sequence[Request] = ()
+) -> AsyncIterator[Pair]:
+    """A connected router, which has sent `requests` on before."""
+    known = new_router(pair, policy, lease_ms=lease_ms)
+    for request in requests:
+        known.register(request)
     task = asyncio.create_task(known.run())
     try:
         await until(lambda: known.connected and pair.router_until_ns)
@@ -139,14 +145,7 @@ async def router(pair: FakePair, policy: StepPolicy | None = None, *, lease_ms: 
 
 async def until(met: Callable[[], object], timeout_s: float = 5) -> None:
     """Returns once `met()` is true; fails after `timeout_s`."""
-    for _ in _ticks(timeout_s):
-        if met():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"not within {timeout_s} s")
-
-
-def _ticks(timeout_s: float) -> Iterator[None]:
     end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        yield
+    while not met():
+        assert time.monotonic() < end, f"not within {timeout_s} s"
+        await asyncio.sleep(0.001)

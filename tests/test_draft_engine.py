@@ -1,7 +1,9 @@
 """draft/engine.py and draft/service.py: outcomes in, proposals out, and the draft's process as it comes and goes."""
 
+import contextlib
 import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -332,12 +334,19 @@ def test_the_loop_ends_when_another_verifier_has_taken_the_name(verifier):
 # ---- the process
 
 
+def free_port():
+    """Below those that the kernel gives to whoever connects somewhere, so that nobody takes it in the meantime."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 class DraftProcess:
     """`specdec draft`, as it is started by hand or by Kubernetes."""
 
     def __init__(self, pair):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "specdec", "draft", "--pair", pair, "--health-port", str(port)]
         env = {**os.environ, "PYTHONPATH": str(Path(specdec.__file__).parents[1])}

@@ -180,7 +180,7 @@ def test_a_signal_that_comes_before_the_command_runs_is_passed_on_to_it():
             return child
 
         guard.subprocess.Popen = start_and_be_signalled
-        os._exit(guard._main(read_end, ["sh", "-c", "export MARK=$0; sleep 300; :", marker]))
+        os._exit(guard._main(read_end, ["sh", "-c", "export MARK=$0; exec sleep 300", marker]))
 
     with Child(be_the_guard) as child:
         assert child.wait(5) == 128 + signal.SIGTERM

@@ -868,6 +868,13 @@ def test_more_than_a_ringful_to_tell_arrives_all_the_same(folder):
             assert cycles < 100
 
 
+def test_a_question_in_an_early_frame_is_answered_though_more_frames_follow(pair, draft):
+    session, long = pair.open(), pair.open(range(200))
+    draft.propose(1, (session.id, 1, [5]))
+    assert pair.ask(session) == {session: [5]}
+    assert {row.session: row.steps for row in draft.outcomes()} == {session.id: 3, long.id: 0}
+
+
 def test_no_answer_is_waited_for_before_the_question_is_out(pair, draft):
     session = pair.open(range(64 * 6))
     assert took(pair.ask, session) < DEADLINE_S

@@ -8,10 +8,12 @@ import json
 import logging
 import re
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -25,6 +27,7 @@ from specdec.router.app import create_app
 from specdec.router.pairs import Pair
 from specdec.router.proxy import Proxy
 from specdec.router.settings import RouterSettings
+from specdec.router.steps import FixedSteps
 from specdec.serve import listen, serving
 
 CHAT = "/v1/chat/completions"
@@ -970,6 +973,32 @@ def test_a_fault_of_the_router_is_500_in_openais_form_and_counted_so(router, mon
 
     router.run(main)
     assert "a bug" in caplog.text
+
+
+def test_a_policy_that_fails_costs_speed_only(tmp_path, monkeypatch, caplog):
+    class Broken(FixedSteps):
+        def observe(self, verdict):
+            raise ArithmeticError("a policy's bug")
+
+    module = ModuleType("broken_policy")
+    module.Broken = Broken
+    monkeypatch.setitem(sys.modules, "broken_policy", module)
+
+    async def main():
+        async def answer(asked, send):
+            generating(router, cycles=6)
+            await router.fake.engine.run()
+            await reply(json.dumps({"usage": usage_of(9)}).encode())(asked, send)
+
+        async with routed(tmp_path, answer, policy="broken_policy:Broken", lease_ms=50) as router:
+            assert (await router.post()).json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 1
+            (ran,) = router.fake.engine.ran.values()
+            assert ran == [(1, 3)] + [(0, 0)] * 5
+            await until(lambda: router.at_rest)
+
+    run(main)
+    assert "the loop of session 1 of request specdec-" in caplog.text
+    assert "a policy's bug" in caplog.text
 
 
 def test_methods_that_no_route_has_get_openais_form_too(router):

@@ -33,18 +33,30 @@ def number_of(body: bytes) -> int:
     return number
 
 
+class Patience:
+    """Waits for the other process: at first by looking again, then by giving it the processor, which may be its only one."""
+
+    def __init__(self) -> None:
+        self._tries = 0
+
+    def __call__(self) -> None:
+        self._tries += 1
+        if self._tries % 100 == 0:
+            time.sleep(0.00002)
+
+
 def write_all(ring: Ring, numbers) -> None:
-    writer = ring.writer()
+    writer, wait = ring.writer(), Patience()
     for number in numbers:
         body = frame(number)
         while not writer.write(body):
-            os.sched_yield()
+            wait()
 
 
 # ---- two processes
 
 
-@pytest.mark.parametrize(("slots", "frames"), [(1, 20_000), (3, 180_000)])
+@pytest.mark.parametrize(("slots", "frames"), [(1, 10_000), (3, 190_000)])
 def test_nothing_is_lost_torn_or_reordered(slots, frames):
     ring = Ring(slots)
     with Child(lambda: write_all(ring, range(1, frames + 1))) as writer:
@@ -156,24 +168,25 @@ def test_no_torn_frame_is_returned_at_any_moment():
 
 def test_no_torn_frame_is_returned_while_another_process_writes_pieces(monkeypatch):
     monkeypatch.setattr(rings, "_GARBAGE_AFTER_NS", 60 * 10**9)  # the writer may lose the processor between two pieces
-    ring, frames = Ring(slots=2), 2500
+    ring, frames = Ring(slots=4), 2000
 
     def write():
-        rng = random.Random(4)
+        rng, wait = random.Random(4), Patience()
         for number in range(1, frames + 1):
             while number - 1 - ring.read_word.value >= ring.area.slots:
-                os.sched_yield()
+                wait()
             for offset, piece in shuffled_pieces(slot_bytes(number, frame(number)), rng, 16):
                 at = ring.slot(number) + offset
                 ring.memory[at : at + len(piece)] = piece
             ring.bell.ring()
 
     with Child(write) as writer:
-        reader, tries = ring.reader(), 0
+        reader, tries, wait = ring.reader(), 0, Patience()
         for number in range(1, frames + 1):
             while (body := reader.read()) is None:
                 tries += 1
                 assert reader._next == number
+                wait()
             assert body == frame(number)
         assert writer.wait() == 0
     assert tries > frames  # it did look in between
@@ -378,7 +391,7 @@ def test_writers_killed_at_random_lose_nothing_they_were_told_is_accepted():
 
 def test_readers_killed_at_random_go_on_where_the_last_one_was():
     """What a reader had taken when it died is gone with it; nothing else is, and nothing comes twice."""
-    ring, rng, frames, kills = Ring(slots=3), random.Random(6), 40_000, 0
+    ring, rng, frames, kills = Ring(slots=3), random.Random(6), 20_000, 0
     last, lost = Word(ring.words, 1), Word(ring.words, 2)
 
     def read():
@@ -490,7 +503,7 @@ def test_no_torn_order_is_read_while_another_process_writes():
             row = orders.read(0)
             if row is not None:
                 n = int(row["order"])
-                assert row.tolist()[2:] == (n, n, n % 9, n % 7, n % 1000)
+                assert row.tolist()[2:7] == (n, n, n % 9, n % 7, n % 1000)
                 assert n >= last
                 last = n
                 read += 1

@@ -125,7 +125,7 @@ def test_it_reads_counts_and_never_tokens():
         policy.observe(Bare(session=one, proposed=4, accepted=0))
     assert policy.order(one).steps == 3
     times = {"draft_us", "schedule_us", "verify_us", "output_us"}
-    counts = {"order", "kind", "steps", "proposed", "accepted", "committed", "batch", "reason"}
+    counts = {"order", "kind", "steps", "proposed", "accepted", "committed", "batch", "reason", "number"}
     assert set(Verdict.__dataclass_fields__) == {"session"} | counts | times
 
 

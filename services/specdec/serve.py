@@ -26,10 +26,10 @@ def listen(host: str, port: int, what: str) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(1024)
     except OSError as error:
         listener.close()
         raise SettingsError(f"{what}: cannot listen on {host}:{port}: {error.strerror}") from error
-    listener.listen(1024)
     return listener
 
 

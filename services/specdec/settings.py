@@ -68,7 +68,7 @@ class Settings(BaseSettings):
         """
         argv, config_file = _take_config(argv)
         if config_file is not None and not config_file.is_file():
-            raise SettingsError(f"--config: there is no file {config_file}")
+            raise SettingsError(f"--config, SPECDEC_CONFIG: there is no file {config_file}")
         kind: type[Self] = type(cls.__name__, (cls,), {"config_file": config_file, "__doc__": cls.__doc__})
         prefix = cls.model_config["env_prefix"]
         source: CliSettingsSource[Any] = CliSettingsSource(
@@ -81,8 +81,10 @@ class Settings(BaseSettings):
         try:
             return kind(_cli_settings_source=source(args=argv))
         except ValidationError as error:
-            raise SettingsError(_explain(error, prefix)) from None
-        except (KeyError, TypeError, ValueError, YAMLError) as error:
+            raise SettingsError(_explain(error, prefix, f"{config_file}: {cls.section}")) from None
+        except KeyError:
+            raise SettingsError(f"{config_file}: there is no section '{cls.section}:'") from None
+        except (AttributeError, OSError, TypeError, ValueError, YAMLError) as error:
             raise SettingsError(f"{config_file or 'settings'}: {error}") from error
 
 
@@ -101,11 +103,14 @@ def _take_config(argv: list[str]) -> tuple[list[str], Path | None]:
     return rest, Path(found) if found else None
 
 
-def _explain(error: ValidationError, prefix: str) -> str:
+def _explain(error: ValidationError, prefix: str, section: str) -> str:
     lines = []
     for fault in error.errors():
-        name = ".".join(str(part) for part in fault["loc"])
+        name = str(fault["loc"][0])
         flag = "--" + name.replace("_", "-")
         got = "" if fault["type"] == "missing" else f" (got {fault['input']!r})"
-        lines.append(f"{flag}, {prefix}{name.upper()}: {fault['msg']}{got}")
+        if fault["type"] == "extra_forbidden":  # only the file can have one
+            lines.append(f"{section}.{name}: there is no such setting{got}")
+        else:
+            lines.append(f"{flag}, {prefix}{name.upper()}: {fault['msg']}{got}")
     return "\n".join(lines)

@@ -62,8 +62,8 @@ WORDS_AT = 256
 
 ORDER_ROW = np.dtype(
     {
-        "names": ["version", "crc", "session", "order", "steps", "window", "lease_ms"],
-        "formats": ["<u4", "<u4", "<u8", "<u8", "<u4", "<u4", "<u4"],
+        "names": ["version", "crc", "session", "order", "steps", "window", "lease_ms", "seen"],
+        "formats": ["<u4", "<u4", "<u8", "<u8", "<u4", "<u4", "<u4", "<u4"],
         "itemsize": LINE,
     }
 )
@@ -115,6 +115,7 @@ VERDICT_ROW = np.dtype(
         ("accepted", "<u2"),  # of them, delivered
         ("committed", "<u2"),  # tokens delivered
         ("context", "<u4"),  # tokens of the session after the cycle
+        ("number", "<u4"),  # of the session's cycle, from 1
     ]
 )
 PREFILL, CYCLE, CLOSED = 1, 2, 3

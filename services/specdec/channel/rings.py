@@ -45,8 +45,10 @@ class Bell(Word):
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Returns once the bell has rung since it read `seen`, or after `timeout_s`."""
-        if self.value == seen:
-            futex.wait(self._address, seen & 0xFFFFFFFF, timeout_s)
+        until = time.monotonic() + timeout_s
+        # again where the wake-up was an older ring's, whose count had been read before its waker came to wake
+        while self.value == seen and (left := until - time.monotonic()) > 0:
+            futex.wait(self._address, seen & 0xFFFFFFFF, left)
 
 
 def _look(memory: memoryview, area: Area, sequence: int) -> tuple[int, bool, bytes | None]:
@@ -169,11 +171,11 @@ class OrderTable:
         self._memory, self._start, self.rows = memory, start, rows
         self._version = 0
 
-    def write(self, slot: int, session: int, order: int, steps: int, window: int, lease_ms: int) -> None:
+    def write(self, slot: int, session: int, order: int, steps: int, window: int, lease_ms: int, seen: int = 0) -> None:
         """Replaces the slot's row; the caller rings the order bell once after a batch."""
         self._version = self._version % 0xFFFFFFFF + 1  # never 0, which is an empty row's
         row = np.zeros(1, ORDER_ROW)
-        row[0] = (self._version, 0, session, order, steps, window, lease_ms)
+        row[0] = (self._version, 0, session, order, steps, window, lease_ms, seen)
         row["crc"] = zlib.crc32(row.tobytes())
         at = self._at(slot)
         self._memory[at : at + ORDER_ROW.itemsize] = row.tobytes()

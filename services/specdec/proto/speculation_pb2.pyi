@@ -64,20 +64,22 @@ class PairDescription(_message.Message):
     def __init__(self, pair: _Optional[str] = ..., model: _Optional[str] = ..., http_url: _Optional[str] = ..., max_steps: _Optional[int] = ..., max_sessions: _Optional[int] = ..., engine_ready: _Optional[bool] = ..., draft_up: _Optional[bool] = ..., draft_detail: _Optional[str] = ..., specdec_version: _Optional[str] = ..., vllm_version: _Optional[str] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("session", "slot", "id", "steps", "window", "lease_ms")
+    __slots__ = ("session", "slot", "id", "steps", "window", "seen", "lease_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     session: int
     slot: int
     id: int
     steps: int
     window: int
+    seen: int
     lease_ms: int
-    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., id: _Optional[int] = ..., steps: _Optional[int] = ..., window: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., id: _Optional[int] = ..., steps: _Optional[int] = ..., window: _Optional[int] = ..., seen: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class OrderFrame(_message.Message):
     __slots__ = ("orders", "lease_ms", "observe")
@@ -90,7 +92,7 @@ class OrderFrame(_message.Message):
     def __init__(self, orders: _Optional[_Iterable[_Union[Order, _Mapping]]] = ..., lease_ms: _Optional[int] = ..., observe: _Optional[bool] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("session", "order", "kind", "reason", "steps", "proposed", "accepted", "committed", "context")
+    __slots__ = ("session", "order", "kind", "reason", "steps", "proposed", "accepted", "committed", "context", "number")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +102,7 @@ class Verdict(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     session: int
     order: int
     kind: VerdictKind
@@ -109,7 +112,8 @@ class Verdict(_message.Message):
     accepted: int
     committed: int
     context: int
-    def __init__(self, session: _Optional[int] = ..., order: _Optional[int] = ..., kind: _Optional[_Union[VerdictKind, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., committed: _Optional[int] = ..., context: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, session: _Optional[int] = ..., order: _Optional[int] = ..., kind: _Optional[_Union[VerdictKind, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., steps: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., committed: _Optional[int] = ..., context: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("session", "slot", "request_id", "prompt_tokens")

@@ -40,6 +40,7 @@ class Verdict:
     verify_us: int = 0
     output_us: int = 0
     reason: int = 0
+    number: int = 0  # of the session's cycle, from 1
 
 
 @dataclass(eq=False)
@@ -52,6 +53,7 @@ class Session:
     context: int
     orders: int = 0
     cycles: int = 0
+    seen: int = 0  # newest cycle whose verdict the loop has read; 0: none, or not known
     proposed: int = 0
     accepted: int = 0
     committed: int = 0
@@ -159,7 +161,9 @@ class Pair:
         steps = order.steps if session.request.max_steps is None else min(order.steps, session.request.max_steps)
         self._order(session, steps, order.window)
         while (verdict := await session.next_verdict()) is None:
+            session.seen = 0  # one was lost, and nobody knows how far the session is
             self._order(session, steps, order.window)
+        session.seen = verdict.number
         return verdict
 
     def _order(self, session: Session, steps: int, window: int) -> None:
@@ -171,6 +175,7 @@ class Pair:
                 id=session.orders,
                 steps=steps,
                 window=window,
+                seen=session.seen,
                 lease_ms=self._lease_ms,
             )
         )
@@ -294,6 +299,7 @@ class Pair:
             return
         session.cycles += 1
         if not verdict.order:
+            session.seen = verdict.number
             return  # the standing order's: nobody waits for it
         self._metrics.verdicts.inc()
         if (sent_at := session.sent_at.get(verdict.order)) is not None:
@@ -314,6 +320,7 @@ class Pair:
                 frame.verify_us,
                 frame.output_us,
                 verdict.reason,
+                verdict.number,
             )
         )
 

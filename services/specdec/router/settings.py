@@ -1,6 +1,6 @@
 """The router's settings."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -16,7 +16,9 @@ class RouterSettings(Settings):
 
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=1, le=65535, description="the OpenAI API, /livez, /readyz and /metrics")
-    pairs: list[str] = Field(["127.0.0.1:8101"], min_length=1, description="control addresses of the pairs, HOST:PORT")
+    pairs: list[Annotated[str, Field(pattern=r"^\S+:\d+$")]] = Field(
+        ["127.0.0.1:8101"], min_length=1, description="control addresses of the pairs, HOST:PORT"
+    )
     policy: str = Field(
         "accept-length",
         description="how k is chosen: 'accept-length', 'fixed' (always --steps), or 'module:Class', a StepPolicy",

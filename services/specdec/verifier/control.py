@@ -95,7 +95,8 @@ class Control(pb_grpc.SpeculationServicer):
                     if opened is not None and order.slot == opened.slot and order.id and order.window:
                         self._owners[order.session] = router
                         self._orders.write(
-                            order.slot, order.session, order.id, min(order.steps, 0xFFFF), order.window, order.lease_ms
+                            *(order.slot, order.session, order.id, min(order.steps, 0xFFFF)),
+                            *(order.window, order.lease_ms, order.seen),
                         )
                 router.observes |= frame.observe
                 router.until_ns = now_ns() + frame.lease_ms * 1_000_000
@@ -199,7 +200,7 @@ def _decode(body: bytes) -> pb.VerdictFrame:
         frame.opened.add(
             session=session, slot=slot, prompt_tokens=prompt_tokens, request_id=request_id.decode(errors="replace")
         )
-    names = ("session", "order", "kind", "reason", "steps", "proposed", "accepted", "committed", "context")
+    names = ("session", "order", "kind", "reason", "steps", "proposed", "accepted", "committed", "context", "number")
     for row in np.frombuffer(body, VERDICT_ROW, int(head["rows"]), rows_at).tolist():
         frame.verdicts.add(**dict(zip(names, row, strict=True)))
     return frame

@@ -67,6 +67,7 @@ class Session:
     order: int = 0  # the newest order adopted; 0: none yet
     steps: int = 0
     remaining: int = 0  # cycles left in its window
+    cycles: int = 0  # so far
     lease_ns: int = _FIRST_LEASE_NS
     held_since_ns: int = 0
     lapsed: bool = False  # its lease ran out: it runs under the standing order until a new one comes
@@ -176,7 +177,9 @@ class Link:
         self._free_slots.append(session.slot)
         if session.known:
             self._closes.append((session.id, session.epoch))
-        self._kept_rows.append((session.id, session.order, CLOSED, NONE, 0, 0, 0, 0, len(session.tokens)))
+        self._kept_rows.append(
+            (session.id, session.order, CLOSED, NONE, 0, 0, 0, 0, len(session.tokens), session.cycles)
+        )
         if len(self._kept_rows) > self._segment.layout.max_sessions:
             # control has not read for long: sessions it never heard of go unheard, so that all others' ends are kept
             unheard, ended = {row[0] for row in self._opened}, {row[0] for row in self._kept_rows}
@@ -205,6 +208,8 @@ class Link:
         if row is not None and int(row["session"]) == session.id and int(row["order"]) > session.order:
             session.order, session.steps = int(row["order"]), min(int(row["steps"]), self._segment.layout.max_steps)
             session.remaining, session.lease_ns = int(row["window"]), int(row["lease_ms"]) * 1_000_000
+            if seen := int(row["seen"]):
+                session.remaining -= max(0, session.cycles - seen)  # cycles whose verdicts are still on their way
             session.held_since_ns, session.lapsed = 0, False
         session.reason = NONE
         if self._now < self._router_until.value and session.routed and not session.lapsed:
@@ -242,6 +247,7 @@ class Link:
 
     def scheduled(self, session: Session, proposed: int) -> None:
         """The session decodes in this cycle and verifies `proposed` drafts, under the order `admit` read."""
+        session.cycles += 1
         under_order = session.reason != STANDING and session.order > 0
         if under_order:
             session.remaining -= 1
@@ -253,7 +259,7 @@ class Link:
         cycle = self._cycles.pop(session.id, None)
         context = len(session.tokens)
         if cycle is None:
-            self._rows.append((session.id, 0, PREFILL, NONE, 0, 0, 0, delivered, context))
+            self._rows.append((session.id, 0, PREFILL, NONE, 0, 0, 0, delivered, context, session.cycles))
             return
         accepted = min(max(sampled - 1, 0), delivered)
         reason = session.reason
@@ -261,6 +267,7 @@ class Link:
             reason = BUDGET
         self._rows.append(
             (session.id, cycle.order, CYCLE, reason, cycle.steps, cycle.proposed, accepted, delivered, context)
+            + (session.cycles,)
         )
 
     def finish(self, *, schedule_us: int = 0, verify_us: int = 0, output_us: int = 0) -> None:

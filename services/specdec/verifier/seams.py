@@ -102,7 +102,7 @@ def check(seams: tuple[Seam, ...] = CPU_SEAMS, words: Mapping[str, tuple[str, ..
     missing = [f"{seam.where} ({seam.why})" for seam in seams if not _fits(seam)]
     for where, texts in words.items():
         target = _find(where)
-        source = inspect.getsource(target) if callable(target) else ""
+        source = _source(target)
         missing += [f"{where}: {text!r}" for text in texts if text not in source]
     if missing:
         raise SeamError(
@@ -121,11 +121,19 @@ def _find(where: str) -> object | None:
     return target
 
 
+def _source(target: object) -> str:
+    try:
+        return inspect.getsource(target)  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return ""  # not there, or not written in Python any more
+
+
 def _fits(seam: Seam) -> bool:
     target = _find(seam.where)
-    if target is None:
-        return False
-    if not seam.arguments:
-        return True
-    names = tuple(inspect.signature(target).parameters)  # type: ignore[arg-type]
+    if target is None or not seam.arguments:
+        return target is not None
+    try:
+        names = tuple(inspect.signature(target).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False  # nothing that can be called, or nothing that says how
     return names[: len(seam.arguments)] == seam.arguments

@@ -37,7 +37,9 @@ OURS = frozenset(
 def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
     """vLLM's stock OpenAI server with the plug-ins. Raises SetupError if `extra` takes one of them out."""
     for word in extra:
-        if word.partition("=")[0].replace("_", "-") in OURS:
+        # vLLM's parser takes dotted forms too, and any beginning of a flag that no other shares
+        flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        if flag == "-sc" or (len(flag) > 2 and any(ours.startswith(flag) for ours in OURS)):
             raise SetupError(f"{word}: the verifier sets this itself; use its own flag, or leave it out")
     speculation = {
         "method": "custom_class",
