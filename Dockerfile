@@ -49,7 +49,8 @@ ENV PATH=/opt/specdec/.venv/bin:$PATH \
     HOME=/tmp \
     USER=specdec \
     SPECDEC_CACHE=/cache \
-    HF_HOME=/cache/huggingface
+    HF_HOME=/cache/huggingface \
+    SPECDEC_UP_HOST=0.0.0.0
 
 LABEL org.opencontainers.image.title="specdec" \
       org.opencontainers.image.description="Speculative decoding served across processes: the CPU stack" \
@@ -58,4 +59,4 @@ LABEL org.opencontainers.image.title="specdec" \
 USER 10001:0
 EXPOSE 8000
 ENTRYPOINT ["tini", "--", "specdec"]
-CMD ["up", "--host", "0.0.0.0"]
+CMD ["up"]

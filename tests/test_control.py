@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -12,17 +11,14 @@ from typing import Any
 import grpc
 import pytest
 
-import specdec
 from fake_engine import FakePair, fake_pair, new_router, router, until
 from specdec.channel import layout
-from specdec.channel.segment import Role, Segment, now_ns
+from specdec.channel.segment import now_ns
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.router.pairs import Pair, Request
 from specdec.router.steps import FixedSteps, Order
 from specdec.verifier import control as control_module
-from specdec.verifier import supervisor
-from specdec.verifier.settings import VerifierSettings
 
 
 def request_id(number: int) -> str:
@@ -675,52 +671,6 @@ def test_describe_says_what_the_pair_says_of_itself(tmp_path):
             assert await stub.Describe(pb.DescribeRequest()) == pair.description
             pair.description.engine_ready = False
             assert not (await stub.Describe(pb.DescribeRequest())).engine_ready
-
-    asyncio.run(main())
-
-
-def test_the_verifiers_own_description(tmp_path, monkeypatch):
-    """The supervisor's, with vLLM and the draft still to come."""
-    monkeypatch.setattr(supervisor, "vllm_version", lambda: "0.32.9")
-
-    async def main():
-        async with fake_pair(tmp_path) as pair, grpc.aio.insecure_channel(pair.address) as channel:
-            settings = VerifierSettings(model="m/n", pair="p", port=1234, max_steps=7, host="10.0.0.1")
-            verifier = supervisor.Supervisor(settings, [])
-            verifier._segment, verifier._control = pair.segment, pair.control
-            pair.control._describe = verifier._describe
-            stub = pb_grpc.SpeculationStub(channel)
-            assert await stub.Describe(pb.DescribeRequest()) == pb.PairDescription(
-                pair="p",
-                model="m/n",
-                http_url="http://10.0.0.1:1234",
-                max_steps=7,
-                max_sessions=pair.segment.layout.max_sessions,
-                draft_detail="no draft process has joined the pair",
-                specdec_version=specdec.__version__,
-                vllm_version="0.32.9",
-            )
-            with Segment.attach(pair.segment.path, Role.DRAFT) as draft:
-                states = [(await stub.Describe(pb.DescribeRequest())).draft_detail]
-                draft.word("draft.generation").value = 1
-                for age_s in (0, 7):
-                    draft.word("draft.beat_ns").value = now_ns() - age_s * 1_000_000_000
-                    described = await stub.Describe(pb.DescribeRequest())
-                    states.append((described.draft_up, described.draft_detail))
-            assert states == [
-                "the draft is starting",
-                (True, f"up, process {os.getpid()}"),
-                (False, "the draft has been silent for 7 s"),
-            ]
-            assert verifier._readiness() == {
-                "ready": False,
-                "reasons": ["vLLM does not answer /health yet"],
-                "draft": {"up": False, "detail": "no draft process has joined the pair"},
-                "routers": 0,
-            }
-            advertised = supervisor.Supervisor(settings.model_copy(update={"advertise": "http://pod:1"}), [])
-            advertised._segment = pair.segment
-            assert advertised._describe().http_url == "http://pod:1"
 
     asyncio.run(main())
 

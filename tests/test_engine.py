@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 
 import grpc
 import httpx
@@ -547,11 +548,14 @@ def test_nothing_outlives_a_killed_verifier(engine_stack: Stack):
     assert len(family) >= 4  # its guard, vLLM's server and engine among them
     segment = segment_path(engine_stack.pair)
     assert segment.exists()
+    shared = {m.path for p in family for m in p.memory_maps() if m.path.startswith("/dev/shm/psm_")}
+    assert shared, "vLLM's own shared memory"
     verifier.kill()
     until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)
     assert engine_stack.draft is not None
     assert engine_stack.draft.process.poll() is None, "the draft waits for the next verifier"
     assert segment in sweep()
+    assert not any(Path(path).exists() for path in shared)
     answer = httpx.post(engine_stack.url + "/v1/completions", json={"model": "demo", "prompt": "x"}, timeout=20)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] in ("no_pair", "engine_unavailable")

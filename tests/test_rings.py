@@ -34,7 +34,7 @@ def number_of(body: bytes) -> int:
 
 
 class Patience:
-    """Waits for the other process: at first by looking again, then by giving it the processor, which may be its only one."""
+    """Waits for the other process by looking again, and now and then gives it the processor, which may be its only."""
 
     def __init__(self) -> None:
         self._tries = 0
@@ -189,7 +189,7 @@ def test_no_torn_frame_is_returned_while_another_process_writes_pieces(monkeypat
                 wait()
             assert body == frame(number)
         assert writer.wait() == 0
-    assert tries > frames  # it did look in between
+    assert tries > frames // 10  # it did look in between
 
 
 def spoil(ring: Ring, sequence: int, how: str) -> None:

@@ -64,7 +64,7 @@ def test_a_good_machine_has_no_problem():
         ({"libnuma": False}, ["libnuma1", "numactl-libs"]),
         ({"memory_b": 8 * setup.GB}, ["8.0 GB", "9 GB"]),
         ({"disk_b": 3 * setup.GB}, ["3.0 GB", "11.0 GB", "/x/.venv", "TORCH_INDEX="]),
-        ({"shm_b": 10 * setup.MB}, ["10 MB", "64 MB", "--shm-size"]),
+        ({"shm_b": 10 * setup.MB}, ["10 MB", "256 MB", "--shm-size"]),
         ({"shm_b": 0}, ["/dev/shm", "--shm-size"]),
     ],
 )
@@ -256,6 +256,15 @@ def converting(monkeypatch):
     monkeypatch.setattr(model, "NEEDED", {})
     monkeypatch.setattr(model, "convert_in_child", convert)
     return asked
+
+
+def test_aarch64_needs_an_index_with_torchs_cpu_build(tmp_path):
+    (problem,) = setup.index_problems("aarch64", tmp_path, None)
+    assert "TORCH_INDEX" in problem
+    assert setup.index_problems("aarch64", tmp_path, "file:///an/index") == []
+    assert setup.index_problems("x86_64", tmp_path, None) == []
+    (setup._library(tmp_path) / "site-packages" / "torch-2.13.0+cpu.dist-info").mkdir(parents=True)
+    assert setup.index_problems("aarch64", tmp_path, None) == []
 
 
 def test_the_model_is_converted_once(converting, tmp_path):

