@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import uuid
+from multiprocessing import shared_memory
+from pathlib import Path
 
 import pytest
 
@@ -144,15 +146,47 @@ def test_stop_kills_after_the_grace(tmp_path):
     assert until(lambda: not any(map(running, pids)), SOON_S)
 
 
-def test_stop_ends_what_a_command_has_left_behind(tmp_path):
+def test_what_a_command_leaves_behind_ends_with_it(tmp_path):
     command = Command(tmp_path)
     start_and_leave = 'sh -c "$1" "$0" & while [ ! -e "$2" ]; do sleep 0.01; done'
     guarded = Guarded(["sh", "-c", start_and_leave, command.marker, command.arguments[2], str(command.said)])
     pids = command.pids()
     assert until(lambda: guarded.poll() == 0)
-    assert all(map(running, pids))
-    assert guarded.stop() == 0
     assert until(lambda: not any(map(running, pids)), SOON_S)
+    assert guarded.stop() == 0
+
+
+SHARES_MEMORY = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.register = lambda *_: None  # as in vLLM's workers, whose tracker is killed with them
+shared = shared_memory.SharedMemory(create=True, size=4096)
+print(shared.name, file=open(sys.argv[1], "w"), flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("end", ["stop", "starter killed"])
+def test_shared_memory_of_a_killed_command_is_removed(tmp_path, end):
+    said, other = tmp_path / "name", shared_memory.SharedMemory(create=True, size=4096)
+    command = [sys.executable, "-c", SHARES_MEMORY, str(said)]
+    try:
+        if end == "stop":
+            guarded = Guarded(command)
+            assert until(lambda: said.exists() and said.read_text().strip())
+            guarded.stop(0)
+        else:
+            code = "import sys, time; from specdec.guard import Guarded; Guarded(sys.argv[1:]); time.sleep(300)"
+            starter = subprocess.Popen([sys.executable, "-c", code, *command])
+            assert until(lambda: said.exists() and said.read_text().strip())
+            starter.kill()
+            starter.wait()
+        name = said.read_text().strip()
+        assert until(lambda: not (Path("/dev/shm") / name).exists(), SOON_S)
+        assert (Path("/dev/shm") / other.name).exists()
+    finally:
+        other.close()
+        other.unlink()
 
 
 def test_stop_at_once_stops(tmp_path):

@@ -269,6 +269,24 @@ def test_a_window_counts_down_to_a_hold_and_the_next_order_ends_it(pair):
     assert pair.link.counts.lapsed_leases == 0
 
 
+def test_a_window_counts_from_the_last_verdict_its_router_has_read(pair):
+    session = pair.open([1, 2, 3])
+    pair.route()
+    pair.order(session, 2, window=4)
+
+    def run():
+        pair.link.begin()
+        if (steps := pair.link.admit(session)) is not None:
+            pair.link.scheduled(session, steps)
+        return steps
+
+    assert [run() for _ in range(3)] == [2, 2, 2]
+    pair.orders.write(session.slot, session.id, 1000, 5, 4, FOREVER_MS, 1)  # of three cycles it has read one
+    assert [run() for _ in range(3)] == [5, 5, None]
+    pair.orders.write(session.slot, session.id, 1001, 1, 4, FOREVER_MS, 0)  # it does not know
+    assert [run() for _ in range(5)] == [1, 1, 1, 1, None]
+
+
 def test_a_cycle_that_was_admitted_but_not_run_costs_no_window(pair):
     """vLLM may have no room for it in this step."""
     pair.route()

@@ -67,15 +67,22 @@ class Guarded:
         return code
 
 
+def _members(group: int) -> list[int]:
+    """The pids of a process group."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):  # it may end while it is looked at
+            stat = (process / "stat").read_text()
+            if int(stat[stat.rindex(")") + 2 :].split()[2]) == group:
+                found.append(int(process.name))
+    return found
+
+
 def _release_shared_memory(group: int) -> None:
     """Removes the names of Python's shared memory that processes of the group have mapped."""
-    for process in Path("/proc").glob("[0-9]*"):
-        # one may end while it is looked at, and another user's may not be
-        with contextlib.suppress(OSError, ValueError):
-            stat = (process / "stat").read_text()
-            if int(stat[stat.rindex(")") + 2 :].split()[2]) != group:
-                continue
-            maps = (process / "maps").read_text()
+    for pid in _members(group):
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
             for name in {line.split()[-1] for line in maps.splitlines() if "/dev/shm/psm_" in line}:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name)
@@ -103,6 +110,10 @@ def _main(read_end: int, command: list[str]) -> int:
     for missed in early:
         child.send_signal(missed)
     code = child.wait()
+    _release_shared_memory(os.getpgrp())
+    for left_behind in set(_members(os.getpgrp())) - {os.getpid()}:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(left_behind, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 
 

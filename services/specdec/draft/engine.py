@@ -40,6 +40,8 @@ class DraftEngine:
         self._beat = segment.word("draft.beat_ns")
         self._outcomes, self._proposals = segment.reader("outcomes"), segment.writer("proposals")
         self._sessions: dict[int, DraftSession] = {}
+        self._generation = segment.word("draft.generation")
+        self._garbage_seen = 0
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -50,12 +52,15 @@ class DraftEngine:
         """The loop. Returns when stopped, or when the verifier's segment is gone."""
         self._outcomes.skip_to_end()
         self._beat.value = now_ns()
-        generation = self._segment.word("draft.generation")
-        generation.value = generation.value + 1  # from here on the verifier counts on us, and tells all it knows anew
+        self._ask_for_all()
         try:
             while not self._stopped.is_set():
                 body = self._outcomes.wait(_IDLE_S)
                 self._beat.value = now_ns()
+                if self._outcomes.garbage != self._garbage_seen:
+                    self._metrics.garbage.inc(self._outcomes.garbage - self._garbage_seen)
+                    self._garbage_seen = self._outcomes.garbage
+                    self._ask_for_all()  # a frame was lost, and with it some session's tokens
                 if body is not None:
                     self.answer(body)
                 elif not self._segment.current or not self._segment.alive(Role.OWNER):
@@ -64,12 +69,15 @@ class DraftEngine:
             for session in list(self._sessions.values()):  # the drafter outlives this verifier
                 self._forget(session)
 
+    def _ask_for_all(self) -> None:
+        """A new generation: from here on the verifier counts on us, and tells all it knows anew."""
+        self._generation.value = self._generation.value + 1
+
     def answer(self, body: bytes) -> None:
         """One outcome frame: applies it and, if any session wants drafts, proposes."""
         start = time.perf_counter()
         head = np.frombuffer(body, OUTCOME_HEAD, 1)[0]
         wanting, steps = self._apply(body, int(head["rows"]), int(head["tokens"]))
-        self._metrics.garbage._value.set(self._outcomes.garbage)
         self._metrics.sessions.set(len(self._sessions))
         if not wanting:
             return
