@@ -35,7 +35,8 @@ $(STAMP):
 demo: setup  ## speculation end to end on this machine, in one answer and twelve prompts
 	@$(BIN)/specdec demo $(ARGS)
 
-up: setup  ## keep the stack running; Ctrl-C stops all of it
+up:  ## keep the stack running; Ctrl-C stops all of it
+	@$(PYTHON) tools/setup.py --venv $(VENV) --memory 5 >&2
 	@$(BIN)/specdec up $(ARGS)
 
 test: setup  ## all tests; PYTEST='-k name' for some

@@ -91,7 +91,9 @@ def test_a_released_request_gets_no_new_sessions_but_keeps_those_it_has(tmp_path
             await until(lambda: request.sessions)
             known.release(request)
             assert known.load == 0
-            pair.engine.open(request_id(1), cycles=1)
+            late = pair.engine.open(request_id(1))
+            pair.engine.step()
+            pair.engine.close(late)
             await asyncio.wait_for(pair.engine.run(), 10)
             await until(lambda: finished([request]))
             assert ids(request) == [first.id]
@@ -506,7 +508,7 @@ def test_a_router_finds_a_pair_that_comes_back_on_the_same_address(tmp_path, cap
                 pair.engine.step()
                 await until(lambda: request.sessions)
             await until(lambda: not known.connected)
-            assert not known.ready
+            await until(lambda: not known.ready)
             assert finished([request])
             port = int(pair.address.rpartition(":")[2])
             async with fake_pair(tmp_path, port=port) as again:

@@ -175,7 +175,7 @@ class FakeDraft:
     def raw(self, cycle, rows, tokens, rest=b""):
         """A proposal whose head says so many rows and tokens, whatever follows."""
         head = np.zeros(1, PROPOSAL_HEAD)
-        head[0] = (cycle, rows, tokens, 5)
+        head[0] = (cycle, rows, tokens)
         return self.writer.write(head, rest)
 
 

@@ -64,7 +64,7 @@ def probe(venv):
     )
 
 
-def problems(machine, venv, disk_b):
+def problems(machine, venv, disk_b, memory_b=MEMORY_B):
     """A sentence with the cure for each thing that is missing; empty where all is well."""
     m = machine
     if m.system != "Linux":  # the other checks are about Linux
@@ -91,9 +91,10 @@ def problems(machine, venv, disk_b):
         )
     if not m.libnuma:
         found.append("libnuma.so.1 missing: install libnuma1 (Debian), numactl-libs (Fedora)")
-    if m.memory_b < MEMORY_B:
+    if m.memory_b < memory_b:
+        servers = "two vLLM servers" if memory_b >= MEMORY_B else "vLLM and the model"
         found.append(
-            f"{m.memory_b / GB:.1f} GB of memory available, {MEMORY_B / GB:.0f} GB needed (two vLLM servers): "
+            f"{m.memory_b / GB:.1f} GB of memory available, {memory_b / GB:.0f} GB needed ({servers}): "
             "stop other programs, or raise the container's limit"
         )
     if m.disk_b < disk_b:
@@ -268,11 +269,14 @@ def say(text):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where it goes (default: .venv)")
+    parser.add_argument("--memory", type=int, default=MEMORY_B // GB, help="GB that must be available (default: 9)")
     parser.add_argument("--check-only", action="store_true", help="check the machine and install nothing")
     args = parser.parse_args(argv)
     venv, index = args.venv.absolute(), os.environ.get("TORCH_INDEX")
     machine = probe(venv)
-    missing = problems(machine, venv, disk_needed(venv, index)) + index_problems(machine.arch, venv, index)
+    missing = problems(machine, venv, disk_needed(venv, index), args.memory * GB) + index_problems(
+        machine.arch, venv, index
+    )
     if missing:
         say("This machine cannot run specdec's demo and tests yet:")
         for problem in missing:

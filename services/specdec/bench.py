@@ -18,8 +18,9 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 import specdec
-from specdec.client import Answer, chat
-from specdec.demo import MODEL, prompts
+from specdec.client import Answer, chat, decode_counts
+from specdec.demo import prompts
+from specdec.model import NAME as MODEL
 from specdec.model import demo_model
 from specdec.settings import Settings
 from specdec.stack import DEMO_VLLM_ARGS, Plain, Stack, log_folder, say
@@ -54,19 +55,19 @@ class Variant:
     url: str = ""
     answers: list[Answer] = field(default_factory=list)
     wall_s: float = 0.0
+    cycle_tokens: int = 0
+    cycles: int = 0
 
     def row(self) -> dict[str, Any]:
         """The variant's figures."""
         tokens = sum(a.completion_tokens for a in self.answers)
-        accepted = sum(a.accepted for a in self.answers)
-        cycles = sum(a.cycles for a in self.answers)
         decode_s = [
             (a.total_s - a.first_s) / (a.completion_tokens - 1) for a in self.answers if a.completion_tokens > 1
         ]
         return {
             "variant": self.name,
             "tok_s": round(tokens / self.wall_s, 2),
-            "accept_length": round(1 + accepted / max(1, cycles), 3) if self.router is not None else None,
+            "accept_length": round(self.cycle_tokens / self.cycles, 3) if self.cycles else None,
             "ms_per_token": round(1000 * statistics.median(decode_s), 2) if decode_s else None,
             "first_token_ms": round(1000 * statistics.median(a.first_s for a in self.answers), 1),
             "tokens": tokens,
@@ -93,14 +94,14 @@ def bench(argv: list[str]) -> int:
     model = demo_model()
     max_steps = max([*settings.steps, settings.window_steps, 8])
     with log_folder() as logs:
-        say(f"logs in {logs} until all is well")
+        say(f"logs in {logs.folder} until all is well")
         stack_args = ["--max-steps", str(max_steps)]
         # every variant asks the same prompts: with a prefix cache the first one would pay for all
         vllm_args = [*DEMO_VLLM_ARGS, "--no-enable-prefix-caching"]
         with Stack(
-            model, logs, drafter=settings.drafter, verifier_args=stack_args, vllm_args=vllm_args, progress=say
+            model, logs.folder, drafter=settings.drafter, verifier_args=stack_args, vllm_args=vllm_args, progress=say
         ) as stack:
-            plain = Plain(model, logs, vllm_args)
+            plain = Plain(model, logs.folder, vllm_args)
             try:
                 stack.wait_ready()
                 plain.wait_ready(600)
@@ -132,9 +133,13 @@ def _run(rows: Sequence[Variant], stack: Stack, plain: Plain, settings: BenchSet
             for group in groups:
                 first = done % len(rows)  # no variant always follows the same one
                 for row in [*rows[first:], *rows[:first]]:
+                    before = decode_counts(stack.verifier_url)
                     start = time.perf_counter()
                     row.answers += pool.map(partial(_ask, row, settings.max_tokens), group)
                     row.wall_s += time.perf_counter() - start
+                    tokens, cycles = decode_counts(stack.verifier_url)
+                    row.cycle_tokens += tokens - before[0]
+                    row.cycles += cycles - before[1]
                 done += 1
                 say(f"{done}/{total} prompt groups, round {turn + 1} of {settings.rounds}")
 

@@ -46,8 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     if name not in commands:
         print(f"specdec: there is no command {name!r}\n\n{USAGE}", file=sys.stderr, end="")
         return 2
-    setup_logging(name, os.environ.get("SPECDEC_LOG_LEVEL", "INFO").upper())
     try:
+        setup_logging(name, os.environ.get("SPECDEC_LOG_LEVEL", "INFO"))
         return commands[name](rest)
     except SpecdecError as error:
         logging.getLogger(__name__).debug("", exc_info=True)

@@ -21,7 +21,6 @@ class Answer:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    prompt_token_ids: list[int] = field(default_factory=list)
     chunks: list[list[int]] = field(default_factory=list)  # a chunk is one cycle's tokens, all but the last the draft's
     first_s: float = 0.0
     total_s: float = 0.0
@@ -29,10 +28,19 @@ class Answer:
     accepted: int = 0
     rejected: int = 0
 
-    @property
-    def cycles(self) -> int:
-        """Cycles after the prompt's own: every token is accepted from a draft, or the one a pass yields by itself."""
-        return self.completion_tokens - self.accepted - 1
+
+def decode_counts(verifier_url: str) -> tuple[int, int]:
+    """(tokens, cycles) of all the cycles a pair has run so far, once no session is open. Raises AnswerError."""
+    until = time.monotonic() + 5
+    while True:
+        try:
+            text = httpx.get(f"{verifier_url}/metrics", timeout=5, trust_env=False).text
+        except httpx.HTTPError as error:
+            raise AnswerError(f"{verifier_url}: {error}") from error
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("specdec_"))
+        if float(values["specdec_sessions"]) == 0 or time.monotonic() > until:
+            return int(float(values["specdec_accept_length_sum"])), int(float(values["specdec_accept_length_count"]))
+        time.sleep(0.02)
 
 
 def stream_chat(url: str, model: str, prompt: str, **parameters: Any) -> Iterator[tuple[str, list[int], Answer]]:
@@ -58,8 +66,6 @@ def stream_chat(url: str, model: str, prompt: str, **parameters: Any) -> Iterato
                 chunk = json.loads(data)
                 if "error" in chunk:
                     raise AnswerError(f"{url}: {chunk['error']}")
-                if chunk.get("prompt_token_ids"):
-                    answer.prompt_token_ids = chunk["prompt_token_ids"]
                 for choice in chunk["choices"]:
                     text, ids = choice["delta"].get("content") or "", choice.get("token_ids") or []
                     answer.first_s = answer.first_s or time.perf_counter() - start

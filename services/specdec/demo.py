@@ -8,12 +8,12 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from specdec.client import Answer, chat, stream_chat
+from specdec.client import Answer, chat, decode_counts, stream_chat
+from specdec.model import NAME as MODEL
 from specdec.model import demo_model
 from specdec.settings import Settings
 from specdec.stack import DEMO_VLLM_ARGS, Plain, Stack, log_folder, say
 
-MODEL = "SmolLM2-135M-Instruct"
 _QUESTION = (
     "Here is a Python function:\n\ndef area(width, height):\n    return width * height\n\n"
     "Write the same for a triangle and for a circle, each with a docstring."
@@ -44,19 +44,20 @@ def demo(argv: list[str]) -> int:
     say("demo model: SmolLM2-135M-Instruct (converted once, half a minute, 270 MB)")
     model = demo_model()
     with log_folder() as logs:
-        say(f"logs in {logs} until all is well")
-        with Stack(model, logs, drafter=settings.drafter, vllm_args=DEMO_VLLM_ARGS, progress=say) as stack:
+        say(f"logs in {logs.folder} until all is well")
+        with Stack(model, logs.folder, drafter=settings.drafter, vllm_args=DEMO_VLLM_ARGS, progress=say) as stack:
             say("starting plain vLLM, without any plug-in")
-            plain = Plain(model, logs, DEMO_VLLM_ARGS)
+            plain = Plain(model, logs.folder, DEMO_VLLM_ARGS)
             try:
                 stack.wait_ready()
                 say("waiting for plain vLLM")
                 plain.wait_ready(600)
                 _show_answer(stack.url, str(model))
-                result = _compare(plain.url, stack.url, settings)
+                result = _compare(plain.url, stack, settings)
             finally:
                 say("stopping everything")
                 plain.process.stop()
+        logs.keep = not result["identical"]
     print(json.dumps(result), flush=True)
     return 0 if result["identical"] else 1
 
@@ -87,26 +88,27 @@ def _show_answer(url: str, model: str) -> None:
     )
 
 
-def _compare(plain_url: str, stack_url: str, settings: DemoSettings) -> dict[str, object]:
+def _compare(plain_url: str, stack: Stack, settings: DemoSettings) -> dict[str, object]:
     sums = {"plain": Answer(), "stack": Answer()}
     parameters = {"temperature": 0, "max_tokens": settings.max_tokens}
-    identical, cycles = True, 0
-    for url in (plain_url, stack_url):  # first requests pay for lazy set-up on either side
+    identical = True
+    for url in (plain_url, stack.url):  # first requests pay for lazy set-up on either side
         chat(url, MODEL, "Hello!", temperature=0, max_tokens=8)
+    tokens_before, cycles_before = decode_counts(stack.verifier_url)
     for number, prompt in enumerate(prompts()):
-        sides = [("plain", plain_url), ("stack", stack_url)]
+        sides = [("plain", plain_url), ("stack", stack.url)]
         answers = {}
         for name, url in sides if number % 2 == 0 else reversed(sides):
             answers[name] = answer = chat(url, MODEL, prompt["prompt"], **parameters)
             sums[name].completion_tokens += answer.completion_tokens
             sums[name].total_s += answer.total_s
         same = answers["plain"].token_ids == answers["stack"].token_ids
-        identical, cycles = identical and same, cycles + answers["stack"].cycles
-        sums["stack"].accepted += answers["stack"].accepted
+        identical = identical and same
         say(
             f"{number + 1:2}/12 {prompt['kind']:9} plain {_rate(answers['plain']):5.1f} tok/s, "
             f"stack {_rate(answers['stack']):5.1f} tok/s, {'identical' if same else 'DIFFERENT'}"
         )
+    tokens, cycles = decode_counts(stack.verifier_url)
     tok_s, baseline = _rate(sums["stack"]), _rate(sums["plain"])
     return {
         "ok": identical,
@@ -115,7 +117,7 @@ def _compare(plain_url: str, stack_url: str, settings: DemoSettings) -> dict[str
         "tok_s": round(tok_s, 1),
         "baseline_tok_s": round(baseline, 1),
         "speedup": round(tok_s / baseline, 3),
-        "accept_length": round(1 + sums["stack"].accepted / max(1, cycles), 3),
+        "accept_length": round((tokens - tokens_before) / max(1, cycles - cycles_before), 3),
         "identical": identical,
     }
 

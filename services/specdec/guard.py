@@ -54,11 +54,12 @@ class Guarded:
 
     def stop(self, grace_s: float = 10.0) -> int:
         """SIGTERM to the command, and after `grace_s` SIGKILL to all of its group. Returns the exit code."""
+        shared = _shared_memory(self.pid)
         if self.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
-        _release_shared_memory(self.pid)
+        _remove(shared | _shared_memory(self.pid))
         self.signal_all(signal.SIGKILL)  # also what the command left behind
         code = self._process.wait()
         if self._write_end >= 0:
@@ -78,14 +79,20 @@ def _members(group: int) -> list[int]:
     return found
 
 
-def _release_shared_memory(group: int) -> None:
-    """Removes the names of Python's shared memory that processes of the group have mapped."""
+def _shared_memory(group: int) -> set[str]:
+    """Paths of Python's shared memory that processes of the group have mapped."""
+    found: set[str] = set()
     for pid in _members(group):
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text()
-            for name in {line.split()[-1] for line in maps.splitlines() if "/dev/shm/psm_" in line}:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
+            found |= {line.split()[5] for line in maps.splitlines() if "/dev/shm/psm_" in line}
+    return found
+
+
+def _remove(paths: set[str]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):  # its maker has removed it, as it should
+            os.unlink(path)
 
 
 def _main(read_end: int, command: list[str]) -> int:
@@ -100,8 +107,10 @@ def _main(read_end: int, command: list[str]) -> int:
 
     def watch() -> None:
         os.read(read_end, 1)
-        _release_shared_memory(os.getpgrp())
-        os.killpg(0, signal.SIGKILL)
+        try:
+            _remove(_shared_memory(os.getpgrp()))
+        finally:
+            os.killpg(0, signal.SIGKILL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
@@ -110,7 +119,7 @@ def _main(read_end: int, command: list[str]) -> int:
     for missed in early:
         child.send_signal(missed)
     code = child.wait()
-    _release_shared_memory(os.getpgrp())
+    _remove(_shared_memory(os.getpgrp()))
     for left_behind in set(_members(os.getpgrp())) - {os.getpid()}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(left_behind, signal.SIGKILL)

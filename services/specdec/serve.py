@@ -1,6 +1,7 @@
 """Serving an application beside other work in one event loop."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,14 +9,12 @@ from typing import Any
 
 import uvicorn
 
-from specdec.errors import SettingsError
+from specdec.errors import SettingsError, SetupError
 
 
 class _Server(uvicorn.Server):
     def capture_signals(self) -> Any:
         """Signals belong to the service, which stops several servers in order."""
-        import contextlib
-
         return contextlib.nullcontext()
 
 
@@ -43,6 +42,9 @@ async def serving(app: Any, listener: socket.socket, grace_s: float = 5) -> Asyn
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not task.done():
         await asyncio.sleep(0.005)
+    if task.done():
+        await task
+        raise SetupError("the HTTP server ended while it started; its log has the cause")
     try:
         yield
     finally:

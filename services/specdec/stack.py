@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
@@ -23,6 +25,7 @@ from pydantic_settings import SettingsConfigDict
 from specdec.channel.segment import sweep
 from specdec.errors import SetupError
 from specdec.guard import Guarded
+from specdec.model import NAME as DEMO_MODEL
 from specdec.model import demo_model
 from specdec.settings import Settings
 
@@ -58,7 +61,7 @@ class Service:
 
     def __init__(self, name: str, command: Sequence[str], ready_url: str, log: Path, env: Mapping[str, str]) -> None:
         self.name, self.ready_url, self.log = name, ready_url, log
-        self._command, self._env = command, {**CPU_ENVIRONMENT, **os.environ, **env}
+        self._command, self._env = command, env
         self.process: Guarded
         self.start()
 
@@ -103,11 +106,15 @@ class Plain(Service):
         self.url = f"http://{_LOOPBACK}:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", _LOOPBACK, "--port", str(port), *vllm_args]
-        super().__init__("plain vLLM", command, self.url + "/health", logs / "plain.log", env or {})
+        environment = {**CPU_ENVIRONMENT, **os.environ, **(env or {})}
+        super().__init__("plain vLLM", command, self.url + "/health", logs / "plain.log", environment)
 
 
 class Stack:
-    """A verifier, its draft and a router. `url` is the router's, `vllm_url` the verifier's own vLLM."""
+    """A verifier, its draft and a router. `url` is the router's, `vllm_url` the verifier's own vLLM.
+
+    `env` is set for all of them, over this process's own environment; `defaults` only where that says nothing.
+    """
 
     def __init__(
         self,
@@ -119,6 +126,7 @@ class Stack:
         verifier_args: Sequence[str] = (),
         vllm_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        defaults: Mapping[str, str] = CPU_ENVIRONMENT,
         host: str = _LOOPBACK,
         port: int | None = None,
         progress: Progress = quiet,
@@ -131,7 +139,8 @@ class Stack:
             f"http://{_LOOPBACK}:{draft_health}",
         )
         self.pair = f"{os.getpid()}-{vllm}"
-        self._logs, self._env, self._progress = logs, dict(env or {}), progress
+        self._logs, self._progress = logs, progress
+        self._env = {**defaults, **os.environ, **(env or {})}
         self._host = host
         self.draft: Service | None = None
         self.router: Service | None = None
@@ -213,16 +222,23 @@ class Stack:
             time.sleep(0.1)
 
 
+@dataclass
+class Logs:
+    """Where the services' logs lie, and whether they stay."""
+
+    folder: Path
+    keep: bool
+
+
 @contextlib.contextmanager
-def log_folder(keep: Path | None = None) -> Iterator[Path]:
-    """A folder for the services' logs: `keep` if given, else a temporary one that stays only where something failed."""
-    folder = keep or Path(tempfile.mkdtemp(prefix="specdec-logs-"))
+def log_folder(given: Path | None = None) -> Iterator[Logs]:
+    """A folder for the services' logs: `given`, or a temporary one that stays where something is raised or says so."""
+    folder = given or Path(tempfile.mkdtemp(prefix="specdec-logs-"))
     folder.mkdir(parents=True, exist_ok=True)
-    yield folder
-    if keep is None:
-        for file in folder.glob("*.log"):
-            file.unlink()
-        folder.rmdir()
+    logs = Logs(folder, keep=given is not None)
+    yield logs
+    if not logs.keep:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class UpSettings(Settings):
@@ -262,51 +278,75 @@ def up(argv: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     with log_folder(settings.logs) as logs:
-        say(f"logs in {logs}")
+        say(f"logs in {logs.folder}")
         router_args = ["--policy", settings.policy, "--steps", str(settings.steps), "--window", str(settings.window)]
-        with Stack(
-            model, logs, drafter=settings.drafter, router_args=router_args, vllm_args=vllm_args,
-            host=settings.host, port=settings.port, progress=say,
-        ) as stack:  # fmt: skip
-            waiter = threading.Thread(target=_wait_or_stop, args=(stack, stopping), daemon=True)
-            waiter.start()
-            return _keep_up(stack, stopping)
+        stack = Stack(
+            model,
+            logs.folder,
+            drafter=settings.drafter,
+            router_args=router_args,
+            vllm_args=vllm_args,
+            defaults={} if settings.model else CPU_ENVIRONMENT,
+            host=settings.host,
+            port=settings.port,
+            progress=say,
+        )
+        with stack:
+            code = _Keeper(stack, stopping).run()
+        logs.keep = logs.keep or code != 0
+        return code
 
 
 DEMO_VLLM_ARGS = [
-    "--dtype",
-    "float32",
-    "--max-model-len",
-    "2048",
-    "--enforce-eager",
-    "--served-model-name",
-    "SmolLM2-135M-Instruct",
+    *("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager", "--served-model-name", DEMO_MODEL),
 ]
 
 
-def _wait_or_stop(stack: Stack, stopping: threading.Event) -> None:
-    try:
-        stack.wait_ready()
-    except SetupError as error:
-        if not stopping.is_set():
-            print(f"specdec up: {error}", file=sys.stderr)
-            stopping.set()
-        return
-    say(f"OpenAI API at {stack.url}/v1 — Ctrl-C stops everything")
+class _Keeper:
+    """Keeps a stack up until told to stop."""
 
+    def __init__(self, stack: Stack, stopping: threading.Event) -> None:
+        self._stack, self._stopping = stack, stopping
+        self._failed = False
+        self._restart_at: dict[Service, float] = {}
+        self._backoff_s: dict[Service, float] = {}
 
-def _keep_up(stack: Stack, stopping: threading.Event) -> int:
-    backoff_s = 1.0
-    while not stopping.wait(0.5):
-        if (code := stack.verifier.process.poll()) is not None:
-            print(f"specdec up: the verifier ended with exit code {code}:\n{stack.verifier.tail()}", file=sys.stderr)
-            return 1
-        for service in (stack.draft, stack.router):
-            if service is not None and (code := service.process.poll()) is not None:
-                say(f"the {service.name} ended with exit code {code}; starting it again in {backoff_s:.0f} s")
-                if stopping.wait(backoff_s):
-                    break
-                backoff_s = min(30.0, 2 * backoff_s)
-                service.start()
-    say("stopping")
-    return 0
+    def run(self) -> int:
+        """Returns 0 once stopped, 1 if the stack did not come up or its verifier ended."""
+        threading.Thread(target=self._announce, daemon=True).start()
+        while not self._stopping.wait(0.5):
+            if (code := self._stack.verifier.process.poll()) is not None:
+                return self._fail(f"the verifier ended with exit code {code}:\n{self._stack.verifier.tail()}")
+            for service in (self._stack.draft, self._stack.router):
+                if service is not None:
+                    self._restart_if_ended(service)
+        say("stopping")
+        return int(self._failed)
+
+    def _announce(self) -> None:
+        try:
+            self._stack.wait_ready()
+        except SetupError as error:
+            if not self._stopping.is_set():
+                self._fail(str(error))
+                self._stopping.set()
+            return
+        say(f"OpenAI API at {self._stack.url}/v1 — Ctrl-C stops everything")
+
+    def _fail(self, why: str) -> int:
+        self._failed = True
+        print(f"specdec up: {why}", file=sys.stderr)
+        return 1
+
+    def _restart_if_ended(self, service: Service) -> None:
+        code, now = service.process.poll(), time.monotonic()
+        if code is None:
+            return
+        if service not in self._restart_at:
+            wait_s = self._backoff_s.get(service, 1.0)
+            say(f"the {service.name} ended with exit code {code}; starting it again in {wait_s:.0f} s")
+            self._restart_at[service], self._backoff_s[service] = now + wait_s, min(30.0, 2 * wait_s)
+        elif now >= self._restart_at[service]:
+            del self._restart_at[service]
+            service.process.stop(0)  # what it left behind
+            service.start()

@@ -12,11 +12,16 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from specdec.errors import SettingsError
+
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 def setup_logging(service: str, level: str = "INFO") -> None:
-    """One line a record on standard error, the service's name in each."""
+    """One line a record on standard error, the service's name in each. Raises SettingsError for an unknown level."""
+    level = level.upper()
+    if level not in logging.getLevelNamesMapping():
+        raise SettingsError(f"SPECDEC_LOG_LEVEL={level}: use DEBUG, INFO, WARNING or ERROR")
     logging.basicConfig(level=level, format=f"%(asctime)s {service} %(levelname)s %(message)s", force=True)
     for noisy in ("httpx", "httpcore", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -35,7 +40,10 @@ class PairMetrics:
             "specdec_short_cycles", "Session cycles that verified fewer drafts than ordered", ["reason"], registry=r
         )
         self.accept_length = Histogram(
-            "specdec_accept_length", "Tokens a session's cycle delivered", registry=r, buckets=range(1, 18)
+            "specdec_accept_length",
+            "Tokens a session's cycle delivered",
+            registry=r,
+            buckets=(*range(1, 18), 25, 33, 49, 65),
         )
         self.stage = Histogram(
             "specdec_stage_seconds", "Time of a cycle's stages", ["stage"], registry=r, buckets=_SECONDS
@@ -43,7 +51,20 @@ class PairMetrics:
         self.sessions = Gauge("specdec_sessions", "Sessions open now", registry=r)
         self.draft_up = Gauge("specdec_draft_up", "1 while the pair has a draft that answers", registry=r)
         self.routers = Gauge("specdec_routers", "Routers whose orders the pair follows now", registry=r)
+        self.dropped = Counter(
+            "specdec_dropped",
+            "What did not match or came too late, and cost speed only, by cause",
+            ["cause"],
+            registry=r,
+        )
+        self._published: dict[str, int] = {}
         self.lost = Counter("specdec_lost_verdict_frames", "Verdict frames that found the ring full", registry=r)
+
+    def publish(self, counts: dict[str, int]) -> None:
+        """Takes over the engine's own running counts."""
+        for cause, count in counts.items():
+            self.dropped.labels(cause).inc(max(0, count - self._published.get(cause, 0)))
+        self._published = counts
 
 
 class DraftMetrics:

@@ -2,7 +2,7 @@
 
     0 ┌────────────────────────────────────────────────────────────────────────────┐
       │ IDENTITY  magic, version, layout hash, sizes, owner        written at birth │
- 256  │ WORDS     one 64-byte line a writer: engine, draft, control                 │
+ 256  │ WORDS     one 64-byte line each: engine, draft, control, the engine's counts │
  4096 ├────────────────────────────────────────────────────────────────────────────┤
       │ ORDERS    one 64-byte row a session slot          control ───────► engine   │
       ├────────────────────────────────────────────────────────────────────────────┤
@@ -53,9 +53,10 @@ IDENTITY = np.dtype(
 
 # Words of 8 bytes, one line a writer. A bell is a counter its writer raises after every frame; futex waits on its low
 # half. Times are CLOCK_MONOTONIC nanoseconds, one clock for all processes of a machine.
-ENGINE_WORDS = ("pid", "start", "beat_ns", "outcome_bell", "verdict_bell", "proposals_read", "cycle")
-DRAFT_WORDS = ("pid", "start", "beat_ns", "proposal_bell", "outcomes_read", "generation", "max_context")
+ENGINE_WORDS = ("pid", "start", "beat_ns", "outcome_bell", "verdict_bell", "proposals_read")
+DRAFT_WORDS = ("pid", "start", "beat_ns", "proposal_bell", "outcomes_read", "generation")
 CONTROL_WORDS = ("pid", "start", "router_until_ns", "order_bell", "verdicts_read", "draft_limit_us")
+COUNT_WORDS = ("late", "stale", "garbage", "lost_verdicts", "lapsed_leases", "resyncs", "no_slot")  # the engine's
 WORDS_AT = 256
 
 # ---- orders: control -> engine ------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ OUTCOME_ROW = np.dtype(
 OPEN, COMMIT, CLOSE = 1, 2, 3  # OPEN starts an epoch: what the draft knew of the session is void
 
 # proposal: k draft tokens a session
-PROPOSAL_HEAD = np.dtype([("cycle", "<u8"), ("rows", "<u4"), ("tokens", "<u4"), ("draft_us", "<u8")])
+PROPOSAL_HEAD = np.dtype([("cycle", "<u8"), ("rows", "<u4"), ("tokens", "<u4")])
 PROPOSAL_ROW = np.dtype([("session", "<u8"), ("epoch", "<u4"), ("tokens", "<u4")])
 
 # verdict: what a cycle did, session by session; opened sessions carry their request id
@@ -115,7 +116,7 @@ VERDICT_ROW = np.dtype(
         ("accepted", "<u2"),  # of them, delivered
         ("committed", "<u2"),  # tokens delivered
         ("context", "<u4"),  # tokens of the session after the cycle
-        ("number", "<u4"),  # of the session's cycle, from 1
+        ("number", "<u4"),  # of the session's cycles under orders, this one included
     ]
 )
 PREFILL, CYCLE, CLOSED = 1, 2, 3
@@ -123,8 +124,8 @@ OPENED_ROW = np.dtype(
     [("session", "<u8"), ("slot", "<u4"), ("prompt_tokens", "<u4"), ("request_id", f"S{REQUEST_ID_BYTES}")]
 )
 
-REASONS = ("none", "draft_down", "draft_late", "draft_short", "budget", "standing", "limit")
-NONE, DRAFT_DOWN, DRAFT_LATE, DRAFT_SHORT, BUDGET, STANDING, LIMIT = range(len(REASONS))
+REASONS = ("none", "draft_down", "draft_late", "draft_short", "budget", "standing")
+NONE, DRAFT_DOWN, DRAFT_LATE, DRAFT_SHORT, BUDGET, STANDING = range(len(REASONS))
 
 VERDICT_SLOTS, OUTCOME_SLOTS, PROPOSAL_SLOTS = 256, 64, 8
 
@@ -194,5 +195,7 @@ class Layout:
         records += [VERDICT_HEAD, VERDICT_ROW, OPENED_ROW]
         fields = [str(record.descr) for record in records]
         areas = (self.orders_start, self.verdicts, self.outcomes, self.proposals)
-        text = repr((VERSION, fields, ENGINE_WORDS, DRAFT_WORDS, CONTROL_WORDS, WORDS_AT, REASONS, areas, self))
+        text = repr(
+            (VERSION, fields, ENGINE_WORDS, DRAFT_WORDS, CONTROL_WORDS, COUNT_WORDS, WORDS_AT, REASONS, areas, self)
+        )
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -19,6 +19,7 @@ import numpy as np
 
 from specdec.channel.layout import (
     CONTROL_WORDS,
+    COUNT_WORDS,
     DRAFT_WORDS,
     ENGINE_WORDS,
     IDENTITY,
@@ -64,8 +65,8 @@ class Segment:
         self._fd, self.path, self.layout, self.role = fd, path, layout, role
         self._map = mmap.mmap(fd, layout.size)
         self._memory = memoryview(self._map)
-        words = np.frombuffer(self._memory, np.uint64, 3 * LINE // 8, WORDS_AT)
-        lines = {"engine": ENGINE_WORDS, "draft": DRAFT_WORDS, "control": CONTROL_WORDS}
+        words = np.frombuffer(self._memory, np.uint64, 4 * LINE // 8, WORDS_AT)
+        lines = {"engine": ENGINE_WORDS, "draft": DRAFT_WORDS, "control": CONTROL_WORDS, "counts": COUNT_WORDS}
         self._places = {
             f"{line}.{name}": (words, i * LINE // 8 + j)
             for i, (line, names) in enumerate(lines.items())
@@ -190,6 +191,11 @@ class Segment:
         return RingReader(self._memory, area, self.word(read), self.bell(bell))
 
     @property
+    def counts(self) -> dict[str, int]:
+        """What the engine has counted, by name (layout.COUNT_WORDS)."""
+        return {name: self.word(f"counts.{name}").value for name in COUNT_WORDS}
+
+    @property
     def vocab_size(self) -> int:
         """The target's vocabulary, 0 until its engine has started."""
         return int(np.frombuffer(self._memory, IDENTITY, 1)[0]["vocab_size"])
@@ -233,7 +239,7 @@ def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
     removed = []
     for path in folder.glob(f"{PREFIX}*"):
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for its other end
         except OSError:
             continue
         try:
@@ -243,8 +249,8 @@ def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
             if os.stat(path).st_ino == os.fstat(fd).st_ino:
                 path.unlink()
                 removed.append(path)
-        except (SegmentInUse, FileNotFoundError):
-            continue
+        except (SegmentInUse, OSError):
+            continue  # in use, gone meanwhile, another user's, or no plain file
         finally:
             os.close(fd)
     return removed
@@ -252,7 +258,7 @@ def sweep(folder: Path = SHARED_MEMORY) -> list[Path]:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR)
+        return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise SegmentMissing(f"{path} is not there: is the verifier running?") from None
     except OSError as error:

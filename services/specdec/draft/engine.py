@@ -135,7 +135,7 @@ class DraftEngine:
         flat = [token if -1 <= token < 2**31 else -1 for ids in drafts for token in ids]  # -1 is refused over there
         rows = np.array([(s.id, s.epoch, len(ids)) for s, ids in zip(sessions, drafts, strict=True)], PROPOSAL_ROW)
         head = np.zeros(1, PROPOSAL_HEAD)
-        head[0] = (cycle, len(rows), len(flat), int(seconds * 1e6))
+        head[0] = (cycle, len(rows), len(flat))
         self._proposals.write(head, rows, np.array(flat, np.int32))  # a full ring: the verifier has given up on these
         self._metrics.proposals.inc()
         self._metrics.tokens.inc(len(flat))

@@ -48,7 +48,11 @@ def create_app(settings: RouterSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         timeout = httpx.Timeout(settings.read_timeout_s, connect=settings.connect_timeout_s)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(
+            max_connections=None,
+            max_keepalive_connections=64,
+            keepalive_expiry=2,  # vLLM closes after 5 s: a connection must not be used while it does
+        )
         async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
             app.state.proxy = Proxy(client, metrics, int(settings.max_body_mb * 2**20))
             tasks = [asyncio.create_task(pair.run()) for pair in pairs]

@@ -21,6 +21,12 @@ from specdec.telemetry import RouterMetrics
 log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"specdec-[0-9a-f]{32}")
 _RETRY_S = 0.25
+_CHANNEL = (
+    ("grpc.enable_http_proxy", 0),  # a pair is no website
+    ("grpc.keepalive_time_ms", 5000),  # a host that has vanished says nothing
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Verdict:
     verify_us: int = 0
     output_us: int = 0
     reason: int = 0
-    number: int = 0  # of the session's cycle, from 1
+    number: int = 0  # of the session's cycles under orders, this one included
 
 
 @dataclass(eq=False)
@@ -189,26 +195,31 @@ class Pair:
         """Keeps the loop's stream to the pair open until cancelled. If it breaks, sessions end here and go on there."""
         told, task = "", asyncio.current_task()
         while not (task and task.cancelling()):  # NOTE: gRPC swallows a cancellation that meets the stream's end
+            reached = False
             try:
-                async with grpc.aio.insecure_channel(self.address) as channel:
+                async with grpc.aio.insecure_channel(self.address, options=_CHANNEL) as channel:
                     stub = pb_grpc.SpeculationStub(channel)
                     self.description = await stub.Describe(pb.DescribeRequest(), timeout=2)
+                    reached = True
                     poll = asyncio.create_task(self._poll(stub))
                     try:
                         await self._stream(stub)
                     finally:
                         poll.cancel()
                 told = ""
-            except (grpc.aio.AioRpcError, PairUnavailable) as error:
-                reason = (
-                    f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                )
-                if reason != told:
-                    told = reason
-                    log.warning("pair %s: %s", self.address, reason)
             except asyncio.CancelledError:
                 self.connected = False  # the router itself is ending
                 raise
+            except Exception as error:  # whatever it was, the pair must come back
+                if isinstance(error, grpc.aio.AioRpcError):
+                    reason = f"{error.code().name}: {error.details()}"
+                else:
+                    reason = f"{type(error).__name__}: {error}"
+                if not reached and self.description is not None:
+                    self.description.engine_ready = False
+                if reason != told:
+                    told = reason
+                    log.warning("pair %s: %s", self.address, reason)
             finally:
                 self._lost()
             await asyncio.sleep(_RETRY_S)
@@ -219,7 +230,8 @@ class Pair:
             try:
                 self.description = await stub.Describe(pb.DescribeRequest(), timeout=2)
             except grpc.aio.AioRpcError:
-                continue  # the stream itself notices a pair that is gone
+                if self.description is not None:
+                    self.description.engine_ready = False
 
     async def _stream(self, stub: Any) -> None:
         call = stub.Loop()
@@ -255,8 +267,6 @@ class Pair:
             log.warning("pair %s: the loop's stream ended; its sessions decode plainly", self.address)
         self.connected = False
         self._metrics.pair_up.labels(self.address).set(0)
-        if self.description is not None:
-            self.description.engine_ready = False
         for session in list(self._sessions.values()):
             self._close(session)
         self._outbox.clear()
@@ -299,7 +309,6 @@ class Pair:
             return
         session.cycles += 1
         if not verdict.order:
-            session.seen = verdict.number
             return  # the standing order's: nobody waits for it
         self._metrics.verdicts.inc()
         if (sent_at := session.sent_at.get(verdict.order)) is not None:

@@ -17,6 +17,7 @@ from specdec.telemetry import PairMetrics
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
+_MAX_WINDOW, _MAX_LEASE_MS = 1024, 60_000  # no order holds the engine's memory for longer than this
 _QUEUE_FRAMES = 4096  # a router this far behind is dropped: it would order for cycles long past
 
 
@@ -41,6 +42,7 @@ class Control(pb_grpc.SpeculationServicer):
         self._open: dict[int, pb.Opened] = {}
         self._owners: dict[int, _Router] = {}  # who ordered for the session last
         self._running = True
+        self.fault: BaseException | None = None  # what ended the passing on of verdicts, if anything did
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pump = threading.Thread(target=self._pump_verdicts, name="verdicts", daemon=True)
 
@@ -61,6 +63,11 @@ class Control(pb_grpc.SpeculationServicer):
     def routers(self) -> int:
         """Routers connected now."""
         return len(self._routers)
+
+    @property
+    def sessions(self) -> int:
+        """Sessions open now."""
+        return len(self._open)
 
     # ---- gRPC
 
@@ -96,10 +103,10 @@ class Control(pb_grpc.SpeculationServicer):
                         self._owners[order.session] = router
                         self._orders.write(
                             *(order.slot, order.session, order.id, min(order.steps, 0xFFFF)),
-                            *(order.window, order.lease_ms, order.seen),
+                            *(min(order.window, _MAX_WINDOW), min(order.lease_ms, _MAX_LEASE_MS), order.seen),
                         )
                 router.observes |= frame.observe
-                router.until_ns = now_ns() + frame.lease_ms * 1_000_000
+                router.until_ns = now_ns() + min(frame.lease_ms, _MAX_LEASE_MS) * 1_000_000
                 self._renew()
                 if frame.orders:
                     self._bell.ring()
@@ -112,13 +119,19 @@ class Control(pb_grpc.SpeculationServicer):
     # ---- verdicts
 
     def _pump_verdicts(self) -> None:
+        try:
+            self._pass_on()
+        except BaseException as error:
+            self.fault = error
+            raise
+
+    def _pass_on(self) -> None:
         while self._running:
             body = self._verdicts.wait(0.05)
             if body is None:
                 continue
-            frame = _decode(body)
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._publish, frame)
+            self._loop.call_soon_threadsafe(self._publish, _decode(body))
 
     def _publish(self, frame: pb.VerdictFrame) -> None:
         for opened in frame.opened:

@@ -23,6 +23,7 @@ from specdec.channel.layout import (
     CLOSE,
     CLOSED,
     COMMIT,
+    COUNT_WORDS,
     CYCLE,
     DRAFT_DOWN,
     DRAFT_LATE,
@@ -45,6 +46,7 @@ from specdec.channel.segment import Role, Segment, now_ns
 ROUTED = "specdec-"  # what a router's X-Request-Id starts with: such a session waits for its first order
 _FIRST_LEASE_NS = 500_000_000
 _LOST_AFTER_S = 1.0
+_PATIENCE_S = 30.0  # longest time between two questions to a draft that keeps missing its deadline
 _FRAMES_A_CYCLE = 4  # telling a draft that has just joined all of it at once would hold up the engine
 
 
@@ -67,7 +69,7 @@ class Session:
     order: int = 0  # the newest order adopted; 0: none yet
     steps: int = 0
     remaining: int = 0  # cycles left in its window
-    cycles: int = 0  # so far
+    cycles: int = 0  # under orders, so far
     lease_ns: int = _FIRST_LEASE_NS
     held_since_ns: int = 0
     lapsed: bool = False  # its lease ran out: it runs under the standing order until a new one comes
@@ -117,7 +119,7 @@ class Deadline:
 
     def observe(self, seconds: float) -> None:
         """Learns from an answer, late ones included."""
-        self._seen.append(seconds)
+        self._seen.append(min(seconds, self.cap_s))
         self._until_next -= 1
         if self._until_next <= 0:
             self._until_next = 32
@@ -128,8 +130,11 @@ class Deadline:
 class Link:
     """All of a pair's sessions, as its engine sees them."""
 
-    def __init__(self, segment: Segment, vocab_size: int, *, deadline: Deadline | None = None) -> None:
-        self._segment, self._vocab_size = segment, vocab_size
+    def __init__(
+        self, segment: Segment, vocab_size: int, *, deadline: Deadline | None = None, may_hold: bool = True
+    ) -> None:
+        """`may_hold`: False where the engine cannot leave a session out of a cycle; it then decodes plainly instead."""
+        self._segment, self._vocab_size, self._may_hold = segment, vocab_size, may_hold
         self._orders = segment.orders
         self._order_bell = segment.bell("control.order_bell")
         self._router_until = segment.word("control.router_until_ns")
@@ -139,6 +144,9 @@ class Link:
         self._proposals = segment.reader("proposals")
         self.deadline = deadline or Deadline()
         self.counts = Counts()
+        self._count_words = {name: segment.word(f"counts.{name}") for name in COUNT_WORDS}
+        self._orders_seen = 0
+        self._misses, self._ask_at_s = 0, 0.0
         self.cycle = 0
         self._next_id = 1
         self._free_slots = list(range(segment.layout.max_sessions - 1, -1, -1))
@@ -200,6 +208,7 @@ class Link:
         self._beat.value = self._now
         self.draft_us = 0
         self._cycles.clear()
+        self._orders_seen = self._order_bell.value
         self._watch_draft()
 
     def admit(self, session: Session) -> int | None:
@@ -217,10 +226,11 @@ class Link:
                 return session.steps
             if not session.held_since_ns:
                 session.held_since_ns = self._now
-            if self._now - session.held_since_ns < session.lease_ns:
+            if self._may_hold and self._now - session.held_since_ns < session.lease_ns:
                 return None
-            session.lapsed = True
-            self.counts.lapsed_leases += 1
+            if self._may_hold:
+                session.lapsed = True
+                self.counts.lapsed_leases += 1
         session.reason = STANDING
         return 0
 
@@ -231,7 +241,7 @@ class Link:
         draft did.
         """
         asked = {session: steps for session, steps in wanted.items() if steps > 0}
-        if not self._draft_up or self._unanswered:
+        if not self._draft_up or self._unanswered or time.monotonic() < self._ask_at_s:
             why = DRAFT_LATE if self._draft_up else DRAFT_DOWN
             self._blame(asked, why)
             asked = {}
@@ -247,9 +257,9 @@ class Link:
 
     def scheduled(self, session: Session, proposed: int) -> None:
         """The session decodes in this cycle and verifies `proposed` drafts, under the order `admit` read."""
-        session.cycles += 1
         under_order = session.reason != STANDING and session.order > 0
         if under_order:
+            session.cycles += 1
             session.remaining -= 1
         order, steps = (session.order, session.steps) if under_order else (0, 0)
         self._cycles[session.id] = _Cycle(session, order, steps, proposed)
@@ -270,8 +280,14 @@ class Link:
             + (session.cycles,)
         )
 
+    def pending(self, session: Session) -> bool:
+        """Whether the session decodes in this cycle and has no verdict yet."""
+        return session.id in self._cycles
+
     def finish(self, *, schedule_us: int = 0, verify_us: int = 0, output_us: int = 0) -> None:
         """Writes what has happened since the last frame, if anything, as one frame."""
+        for name, word in self._count_words.items():
+            word.value = getattr(self.counts, name)
         if not self._rows and not self._kept_rows and not self._opened and not self._lost:
             return  # what was lost is told even if all sessions are held: their routers wait for those verdicts
         # what opened and ended is kept for the next frame if this one does not fit the ring; cycles are counted lost
@@ -299,7 +315,7 @@ class Link:
 
     def wait_for_orders(self, timeout_s: float) -> None:
         """Sleeps until an order comes, at most `timeout_s`: for a cycle in which every session is held."""
-        self._order_bell.wait(self._order_bell.value, timeout_s)
+        self._order_bell.wait(self._orders_seen, timeout_s)
 
     # ---- the draft
 
@@ -311,7 +327,7 @@ class Link:
         self._draft_up = generation != self._generation_dead
         if self._draft_up and generation != self._generation_known:
             self._generation_known = generation
-            self._unanswered = None
+            self._unanswered, self._misses, self._ask_at_s = None, 0, 0.0
             self._resync()
         if self._unanswered:
             self._take_late_answers(*self._unanswered)
@@ -388,10 +404,14 @@ class Link:
                 and int(np.frombuffer(body, PROPOSAL_HEAD, 1)[0]["cycle"]) == self.cycle
             ):
                 self.deadline.observe(time.monotonic() - start)
+                self._misses = 0
                 return self._believe(body, asked)
             self.counts.stale += 1
             left = self.deadline.seconds - (time.monotonic() - start)
         self._unanswered = (self.cycle, start)
+        self._misses += 1
+        if self._misses > 1:  # slow, not just once: what waiting for it costs must fall
+            self._ask_at_s = start + min(_PATIENCE_S, 10 * self.deadline.seconds * 2 ** min(self._misses - 2, 16))
         self._blame(asked, DRAFT_LATE)
         return {}
 

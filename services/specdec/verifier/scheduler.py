@@ -15,6 +15,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from specdec.channel.segment import Role, Segment
+from specdec.errors import SetupError
+from specdec.verifier import seams
 from specdec.verifier.link import Deadline, Link, Session
 
 SEGMENT_VARIABLE = "SPECDEC_SEGMENT"
@@ -30,13 +32,18 @@ class _NoSteps:
 
 class Scheduler(VllmScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seams.check()
         super().__init__(*args, **kwargs)
+        parallel = self.vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
+            raise SetupError("pipeline and data parallelism run several cycles at once, which the loop cannot order")
         self.dynamic_sd_lookup = _NoSteps()
         segment = Segment.attach(Path(os.environ[SEGMENT_VARIABLE]), Role.ENGINE)
         segment.vocab_size = self.vllm_config.model_config.get_vocab_size()
         fixed_s = segment.word("control.draft_limit_us").value / 1e6
         deadline = Deadline(floor_s=fixed_s, cap_s=fixed_s) if fixed_s else Deadline()
-        self._link = Link(segment, segment.vocab_size, deadline=deadline)
+        # vLLM checks a cycle's adapters against those of sessions in it, so a held one's would come on top of them
+        self._link = Link(segment, segment.vocab_size, deadline=deadline, may_hold=self.lora_config is None)
         self._live: dict[str, tuple[Request, Session, int]] = {}  # request id: request, session, preemptions seen
         self._started_s = self._scheduled_s = 0.0
 
@@ -76,7 +83,7 @@ class Scheduler(VllmScheduler):
         for request_id, (count, before) in sampled.items():
             request, session, _ = self._live[request_id]
             delivered = request.num_output_tokens - before
-            if delivered:
+            if delivered > 0 or self._link.pending(session):
                 self._link.committed(session, count, delivered)
         self._notice_changes()
         self._link.finish(
@@ -89,7 +96,7 @@ class Scheduler(VllmScheduler):
     def _admit_sessions(self) -> dict[Session, int]:
         """The step count of every session that may decode now; the others are held back."""
         wanted: dict[Session, int] = {}
-        held = False
+        held = 0
         for request in self.running:
             live = self._live.get(request.request_id)
             if live is None or request.num_computed_tokens != request.num_tokens - 1 or not request.num_output_tokens:
@@ -100,17 +107,19 @@ class Scheduler(VllmScheduler):
                 # taking it out of self.running instead trips an assertion once sessions wait for admission
                 request.next_decode_eligible_step = self.current_step + 2
                 request.spec_token_ids = []
-                held = True
+                held += 1
                 continue
             # a draft past the last token the session may still deliver cannot stand
             wanted[session] = max(0, min(steps, request.max_tokens - request.num_output_tokens - 1))
-        if held and not wanted and not self.waiting and len(self.running) == len(self._live):
+        if held and held == len(self.running) and not self.waiting:
             self._link.wait_for_orders(0.001)
         return wanted
 
     def _open_sessions(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
             request = self.requests[new.req_id]
+            if request.resumable:
+                continue  # its tokens may be taken back between turns; it decodes plainly
             session = self._link.open(request.request_id, request.all_token_ids, request.num_prompt_tokens)
             if session is not None:
                 self._live[request.request_id] = (request, session, request.num_preemptions)

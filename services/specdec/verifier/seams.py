@@ -75,7 +75,26 @@ CPU_WORDS = {
         "self.dynamic_sd_lookup is None",
         "self.dynamic_sd_lookup[",
         "request.spec_token_ids",
+        "self.current_step += 1",
     ),
+    "vllm.v1.request:Request.__init__": (
+        "self.num_preemptions",
+        "self.next_decode_eligible_step",
+        "self.resumable",
+        "self.num_computed_tokens",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync": (
+        "self.discard_request_mask.np",
+        "self.input_batch.generators.get(",
+        "gen.set_offset(",
+    ),
+    "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.add_request": (
+        "min_tokens,",
+        "output_tok_ids,",
+        "params.all_stop_token_ids,",
+        "params.structured_outputs is not None,",
+    ),
+    "vllm.v1.sample.sampler:Sampler.apply_logits_processors": ("sampling_metadata.logitsprocs.non_argmax_invariant",),
 }
 
 

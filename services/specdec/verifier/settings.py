@@ -29,5 +29,8 @@ class VerifierSettings(Settings):
     draft_deadline_ms: float = Field(
         0, ge=0, description="how long a cycle waits for its drafts; 0: 1.5 times the draft's p99, at least 2 ms"
     )
+    stall_s: float = Field(
+        120, gt=0, description="not ready if the engine begins no cycle for so long while sessions are open"
+    )
     start_timeout_s: float = Field(1800, gt=0, description="give up if vLLM is not ready by then")
     stop_grace_s: float = Field(30, ge=0, description="time vLLM gets to end after SIGTERM before it is killed")

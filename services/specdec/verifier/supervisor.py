@@ -15,7 +15,7 @@ import httpx
 import specdec
 from specdec.channel.layout import Layout
 from specdec.channel.segment import Role, Segment, now_ns, segment_path
-from specdec.errors import SetupError
+from specdec.errors import SettingsError, SetupError
 from specdec.guard import Guarded
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
@@ -27,6 +27,14 @@ from specdec.verifier.settings import VerifierSettings
 
 log = logging.getLogger(__name__)
 _BEAT_LATE_NS = 2_000_000_000
+_SERVER = (
+    ("grpc.keepalive_time_ms", 5000),  # a router whose host has vanished says nothing
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+REFUSED = frozenset(("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"))
 # What the plug-ins are told to vLLM with; a user's own copy of one would take them out again.
 OURS = frozenset(
     ("--worker-cls", "--scheduler-cls", "--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
@@ -39,6 +47,8 @@ def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
     for word in extra:
         # vLLM's parser takes dotted forms too, and any beginning of a flag that no other shares
         flag = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        if flag in REFUSED:
+            raise SetupError(f"{word}: several cycles would run at once, which the loop cannot order; run more pairs")
         if flag == "-sc" or (len(flag) > 2 and any(ours.startswith(flag) for ours in OURS)):
             raise SetupError(f"{word}: the verifier sets this itself; use its own flag, or leave it out")
     speculation = {
@@ -75,7 +85,10 @@ class Supervisor:
         self._settings = settings
         self._command = engine_command(settings, extra)
         self._vllm_version = vllm_version()
-        self._url = settings.advertise or f"http://{settings.host}:{settings.port}"
+        if settings.host in ("0.0.0.0", "::") and not settings.advertise:
+            raise SettingsError(f"--host {settings.host} needs --advertise: the URL under which routers reach vLLM")
+        self._address = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self._url = settings.advertise or f"http://{self._address}:{settings.port}"
         self._engine_ready = False
         self._metrics = PairMetrics()
         self._stopping = asyncio.Event()
@@ -93,9 +106,9 @@ class Supervisor:
             self._segment = segment
             segment.word("control.draft_limit_us").value = int(s.draft_deadline_ms * 1000)
             self._control = Control(segment, self._describe, self._metrics)
-            server = grpc.aio.server()
+            server = grpc.aio.server(options=_SERVER)
             pb_grpc.add_SpeculationServicer_to_server(self._control, server)
-            server.add_insecure_port(f"{s.host}:{s.control_port}")
+            server.add_insecure_port(f"{self._address}:{s.control_port}")
             engine = Guarded(self._command, env=engine_environment(SPECDEC_SEGMENT=str(segment.path)))
             self._control.start()
             try:
@@ -109,9 +122,12 @@ class Supervisor:
 
     async def _watch(self, engine: Guarded) -> int:
         deadline = time.monotonic() + self._settings.start_timeout_s
-        was_up = False
+        was_up = draft_was_up = False
         async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
             while not self._stopping.is_set():
+                if self._control.fault is not None:
+                    log.error("verdicts are not passed on any more: %s", self._control.fault)
+                    return 1
                 code = engine.poll()
                 if code is not None:
                     log.error("vLLM ended with exit code %s; its own lines above say why", code)
@@ -125,10 +141,12 @@ class Supervisor:
                     return 1
                 was_up = was_up or ready
                 up, detail = self._draft_state()
-                if self._metrics.draft_up._value.get() != up:
+                if draft_was_up != up:
                     log.info("draft %s", detail if up else f"down: {detail}")
+                draft_was_up = up
                 self._metrics.draft_up.set(up)
                 self._metrics.routers.set(self._control.routers)
+                self._metrics.publish(self._segment.counts)
                 try:
                     await asyncio.wait_for(self._stopping.wait(), 1.0 if ready else 0.25)
                 except TimeoutError:
@@ -137,7 +155,7 @@ class Supervisor:
 
     async def _healthy(self, client: httpx.AsyncClient) -> bool:
         try:
-            return (await client.get(f"http://{self._settings.host}:{self._settings.port}/health")).status_code == 200
+            return (await client.get(f"http://{self._address}:{self._settings.port}/health")).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -154,8 +172,11 @@ class Supervisor:
     def _readiness(self) -> dict[str, Any]:
         up, detail = self._draft_state()
         reasons = [] if self._engine_ready else ["vLLM does not answer /health yet"]
+        silent_s = (now_ns() - self._segment.word("engine.beat_ns").value) / 1e9
+        if self._control.sessions and silent_s > self._settings.stall_s:
+            reasons.append(f"the engine has not begun a cycle for {silent_s:.0f} s, with sessions open")
         return {
-            "ready": self._engine_ready,
+            "ready": not reasons,
             "reasons": reasons,
             "draft": {"up": up, "detail": detail},
             "routers": self._control.routers,
@@ -169,7 +190,7 @@ class Supervisor:
             http_url=self._url,
             max_steps=self._settings.max_steps,
             max_sessions=self._segment.layout.max_sessions,
-            engine_ready=self._engine_ready,
+            engine_ready=self._readiness()["ready"],
             draft_up=up,
             draft_detail=detail,
             specdec_version=specdec.__version__,
