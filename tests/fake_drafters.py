@@ -63,7 +63,8 @@ class NoEnd(Perfect):
 
 
 class Bigrams(Perfect):
-    """After each token the one that most often follows it in the file, else any: drafts for answers nobody knows."""
+    """What the target would say, as long as it has; then after each token the one that most often follows it in the
+    file, else any: drafts for answers nobody knows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,6 +75,8 @@ class Bigrams(Perfect):
         self._best = {token: counts.most_common(1)[0][0] for token, counts in followers.items()}
 
     def _next(self, tokens: list[int], k: int) -> list[int]:
+        if known := super()._next(tokens, k):
+            return known
         ids = [tokens[-1]]
         for _ in range(k):
             ids.append(self._best.get(ids[-1], self._random.randrange(VOCABULARY)))

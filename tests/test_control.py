@@ -42,11 +42,11 @@ def finished(requests: list[Request]) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def raw_router(pair: FakePair) -> AsyncIterator[Any]:
+async def raw_router(pair: FakePair, *, observe: bool = False) -> AsyncIterator[Any]:
     """The bare stream of a router, whose frames the test writes and reads itself."""
     async with grpc.aio.insecure_channel(pair.address) as channel:
         call = pb_grpc.SpeculationStub(channel).Loop()
-        await call.write(pb.OrderFrame(lease_ms=10_000))
+        await call.write(pb.OrderFrame(lease_ms=10_000, observe=observe))
         yield call
 
 
@@ -121,6 +121,30 @@ def test_two_routers_each_drive_their_own_sessions(tmp_path):
             assert pair.engine.ran[session_b.id] == [(n, 5) for n in range(1, 51)]
             assert (a.sessions[0].proposed, b.sessions[0].proposed) == (50, 250)
             assert await opened_by(bystander) == [session_a.id, session_b.id]
+
+    asyncio.run(main())
+
+
+def test_verdicts_go_to_the_sessions_own_router_and_to_who_observes(tmp_path):
+    async def main():
+        async with (
+            fake_pair(tmp_path) as pair,
+            router(pair, FixedSteps(1, 8, 1)) as known,
+            raw_router(pair) as other,
+            raw_router(pair, observe=True) as observer,
+        ):
+            await until(lambda: pair.control.routers == 3 and any(r.observes for r in pair.control._routers))
+            (request,) = registered(known, 1)
+            session = pair.engine.open(request_id(1), cycles=30)
+            await asyncio.wait_for(pair.engine.run(), 10)
+            await until(lambda: finished([request]))
+            pair.control.stop()
+            cycles = []
+            for call in (other, observer):
+                verdicts = [verdict async for frame in call for verdict in frame.verdicts]
+                cycles.append([v.order for v in verdicts if v.session == session.id and v.order and v.steps])
+            assert cycles == [[], list(range(1, 31))]
+            assert request.sessions[0].cycles == 30
 
     asyncio.run(main())
 
@@ -455,6 +479,7 @@ def test_sessions_speculate_again_after_their_router_has_reconnected(tmp_path):
             for other in list(pair.control._routers):
                 control_module._hang_up(other)
             await until(lambda: not known.connected)
+            assert known.ready  # it answers all the same
             await until(lambda: known.connected)
             before = len(ran)
             await until(lambda: len(ran) > before + 20 and all(steps == 4 for _, steps in ran[-20:]), 2)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -361,7 +362,25 @@ def test_a_stopped_router_brings_k_to_zero_within_the_lease(engine_stack: Stack,
     expected = complete(engine_stack.url, ("Once upon a time there was a", 400), ignore_eos=True, speculative="off")
     assert got.ids == expected.ids
     again = complete(engine_stack.url, CASES[4]).usage["completion_tokens_details"]
-    assert again["accepted_prediction_tokens"] > 0  # and it takes its sessions back
+    assert again["accepted_prediction_tokens"] > 0  # and it speculates again
+
+
+def test_a_router_that_stalls_takes_its_sessions_back(engine_stack: Stack):
+    engine_stack.start_draft("fake_drafters:Random")
+    engine_stack.start_router("--policy", "fixed", "--steps", "2", "--window", "4", "--lease-ms", "500")
+    engine_stack.wait_ready()
+    assert engine_stack.router is not None
+    with Recorder(engine_stack) as recorder, ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(complete, engine_stack.url, ("Once upon a time there was a", 300), ignore_eos=True)
+        until(lambda: len(recorder.cycles) > 20)
+        os.killpg(engine_stack.router.process.pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.killpg(engine_stack.router.process.pid, signal.SIGCONT)
+        resumed = time.monotonic()
+        assert pending.result(120).usage["completion_tokens"] == 300
+        late = [v for at, v in recorder.cycles if at > resumed + 1.0]
+    assert len(late) > 20
+    assert sum(v.order > 0 and v.proposed == 2 for v in late) > len(late) * 0.8
 
 
 # ---- the draft cannot hurt
@@ -469,6 +488,63 @@ def test_usage_and_request_ids_of_several_choices(engine_stack: Stack):
         assert tokens == parsed.usage.completion_tokens
         sessions = {v.session for _, f in recorder.frames for v in f.verdicts}
         assert len(sessions) == 3
+
+
+PARAMETERS = [
+    {"logprobs": 3},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {"repetition_penalty": 1.3},
+    {"stop": ["time", "der", ", "]},
+    {"stop_token_ids": [28, 30]},
+    {"bad_words": ["the", "little"]},
+    {"structured_outputs": {"regex": "[A-Z][a-z]+( [a-z]+){5,12}\\."}},
+    {"structured_outputs": {"choice": ["a little girl named Lily", "a little girl named Anna", "an old man"]}},
+    {"prompt_logprobs": 1},
+    {"seed": 5},
+]
+
+
+@pytest.mark.parametrize("fields", PARAMETERS, ids=lambda fields: next(iter(fields)))
+def test_what_a_request_asks_holds_with_speculation(engine_stack: Stack, oracle: Oracle, fields: dict[str, Any]):
+    if engine_stack.drafter != "fake_drafters:Noisy":
+        engine_stack.start_draft("fake_drafters:Noisy")
+        engine_stack.start_router("--policy", "fixed", "--steps", "4", "--window", "2")
+        engine_stack.wait_ready()
+    body = {"model": "demo", "prompt": "Once upon a time there was a", "max_tokens": 40, "temperature": 0}
+    body |= fields | {"return_token_ids": True}
+    choices = []
+    for speculative in ("auto", "off"):
+        answer = httpx.post(engine_stack.url + "/v1/completions", json=body | {"speculative": speculative}, timeout=120)
+        assert answer.status_code == 200, answer.text
+        document = answer.json()
+        (choice,) = document["choices"]
+        assert document["usage"]["completion_tokens"] == len(choice["token_ids"])
+        choices.append(choice)
+    got, expected = choices
+    assert (got["text"], got["token_ids"]) == (expected["text"], expected["token_ids"])
+    assert (got["finish_reason"], got["stop_reason"]) == (expected["finish_reason"], expected["stop_reason"])
+    if "logprobs" in fields:
+        assert got["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+        assert got["logprobs"]["token_logprobs"] == pytest.approx(expected["logprobs"]["token_logprobs"], abs=1e-3)
+
+
+def test_what_vllm_cannot_do_with_speculation_is_refused_with_its_reason(engine_stack: Stack):
+    for fields in ({"min_p": 0.1, "temperature": 0.8}, {"logit_bias": {"28": 5}}):
+        body = {"model": "demo", "prompt": "Hi", "max_tokens": 4} | fields
+        answer = httpx.post(engine_stack.url + "/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 400
+        assert "speculative decoding" in answer.json()["error"]["message"]
+
+
+def test_a_seeded_request_whose_prompt_is_cut_is_answered_and_repeats(engine_stack: Stack):
+    """vLLM's CPU runner ends at it: its generators cannot take a draw back."""
+    prompt = CASES[22][0]  # several chunks
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0.9, "seed": 3, "speculative": "off"}
+    answers = [httpx.post(engine_stack.url + "/v1/completions", json=body, timeout=120) for _ in range(2)]
+    assert [a.status_code for a in answers] == [200, 200]
+    assert len(_tokens(engine_stack, prompt)) > 200
+    first, second = (a.json()["choices"][0]["text"] for a in answers)
+    assert first == second  # the second's prompt is cut otherwise: most of it is in the prefix cache
 
 
 def test_speculative_off_and_steps_cap_the_session(engine_stack: Stack, oracle: Oracle):

@@ -382,7 +382,7 @@ def test_an_encoded_answer_passes_encoded(router):
 @pytest.mark.parametrize("path", [CHAT, "/v1/unknown"])
 @pytest.mark.parametrize("status", [400, 404, 422, 429, 500])
 def test_errors_of_the_engine_pass_unchanged(router, path, status):
-    body = b'{"error": {"message": "no such model \xe2\x82\xac",  "usage": {"completion_tokens": 3}}}'
+    body = b'{"error": {"message": "no such model \xe2\x82\xac"},  "usage": {"completion_tokens": 3}}'
 
     async def main():
         headers = [("content-type", "application/json"), ("retry-after", "7")]

@@ -356,6 +356,7 @@ def test_foreign_files_and_live_segments_are_left_alone(folder):
     for name, raw in foreign.items():
         (folder / name).write_bytes(raw)
     (folder / "specdec-folder").mkdir()
+    os.mkfifo(folder / "specdec-pipe")
     outside = folder / "outside"
     outside.write_bytes(identity())
     (folder / "specdec-link").symlink_to(outside)

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+import time
 
 import httpx
 import pytest
@@ -99,6 +100,29 @@ def test_two_servers_share_a_loop_and_leave_signals_alone():
         async with serving(app_with(one), a), serving(app_with(two), b):
             assert ((await get(url_of(a))).json(), (await get(url_of(b))).json()) == (1, 2)
             assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+    asyncio.run(main())
+
+
+def test_a_second_write_does_not_wait_for_the_firsts_acknowledgement():
+    """Nagle's algorithm would hold every streamed token back for the 40 ms that a delayed acknowledgement takes."""
+
+    async def parts():
+        for _ in range(5):
+            yield "x"
+            await asyncio.sleep(0.001)
+
+    async def answer() -> StreamingResponse:
+        return StreamingResponse(parts())
+
+    async def main():
+        listener, took_s = listen("127.0.0.1", 0, "test"), []
+        async with serving(app_with(answer), listener), httpx.AsyncClient(trust_env=False) as client:
+            for _ in range(10):  # the first few of a connection are acknowledged at once
+                started = time.monotonic()
+                assert (await client.get(url_of(listener))).text == "xxxxx"
+                took_s.append(time.monotonic() - started)
+        assert min(took_s[5:]) < 0.03
 
     asyncio.run(main())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 import specdec
 from specdec.client import Answer, chat, decode_counts
@@ -41,7 +41,7 @@ class BenchSettings(Settings):
     concurrency: int = Field(1, ge=1, le=64, description="prompts in flight at once")
     rounds: int = Field(1, ge=1, le=100, description="times every variant runs every prompt")
     max_tokens: int = Field(48, ge=2, le=1024, description="longest answer")
-    json_: bool = Field(False, alias="json", description="print the result as JSON instead of a table")
+    json_: CliImplicitFlag[bool] = Field(False, alias="json", description="print the result as JSON instead of a table")
     out: Path | None = Field(None, description="also write the result, with every sample, to this file")
 
 

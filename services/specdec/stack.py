@@ -167,6 +167,7 @@ class Stack:
 
     def start_draft(self, drafter: str) -> None:
         """Starts a draft for the pair, stopping the one before."""
+        self.drafter = drafter
         if self.draft is not None:
             self.draft.process.stop()
         args = ["--pair", self.pair, "--drafter", drafter, "--health-port", str(self._draft_health)]

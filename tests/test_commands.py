@@ -1,0 +1,115 @@
+"""`specdec demo`, `bench` and `up` as a user runs them, on the real engine."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "specdec", *command], capture_output=True, text=True, timeout=500)
+
+
+def test_the_demo_marks_an_answer_compares_and_ends_with_its_result(model: Path):
+    done = run("demo", "--max-tokens", "16")
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    result = json.loads(lines[-1])
+    assert list(result) == [
+        *("ok", "model", "draft", "tok_s", "baseline_tok_s", "speedup", "accept_length", "identical"),
+    ]
+    assert (result["ok"], result["identical"], result["draft"]) == (True, True, "ngram")
+    assert result["speedup"] == pytest.approx(result["tok_s"] / result["baseline_tok_s"], abs=0.01)
+    assert 1 < result["accept_length"] < 9
+    marked = re.findall(r"\[([^\[\]]+)\]", "\n".join(lines[:-1]).partition("marked [like this]")[2])
+    guessed = re.search(r"(\d+) tokens in .*, (\d+) of them from the draft", done.stdout)
+    assert guessed is not None
+    assert 5 < int(guessed[2]) < int(guessed[1])
+    assert len(marked) >= int(guessed[2]) * 0.7  # a marked token may itself hold a bracket
+    assert done.stderr.count("identical") == 12
+    folder = re.search(r"logs in (\S+) until", done.stderr)
+    assert folder is not None
+    assert not Path(folder[1]).exists()
+
+
+def test_the_benchmark_has_every_variant_side_by_side(model: Path, tmp_path: Path):
+    out = tmp_path / "bench.json"
+    done = run(
+        *("bench", "--max-tokens", "4", "--steps", "2", "--windows", "1,4", "--concurrency", "4", "--json"),
+        *("--out", str(out)),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    names = ["plain vLLM", "off", "k = 2", "auto", "k = 4, window 1", "k = 4, window 4"]
+    assert [row["variant"] for row in result["rows"]] == names
+    assert result["identical"]
+    rows = {row["variant"]: row for row in result["rows"]}
+    assert rows["off"]["accept_length"] == 1
+    assert rows["off"]["proposed"] == 0
+    assert rows["k = 2"]["proposed"] > 0
+    assert all(
+        row["ratio"] == pytest.approx(row["tok_s"] / rows["plain vLLM"]["tok_s"], abs=0.01) for row in rows.values()
+    )
+    samples = json.loads(out.read_text())["samples"]
+    assert {len(answers) for answers in samples.values()} == {12}
+
+
+def test_up_answers_restarts_a_dead_draft_and_stops_everything(model: Path, tmp_path: Path):
+    log = tmp_path / "up.log"
+    with log.open("wb") as stream:
+        up = subprocess.Popen(
+            [sys.executable, "-m", "specdec", "up", "--port", "18427", "--logs", str(tmp_path / "logs")], stderr=stream
+        )
+    try:
+        deadline = time.monotonic() + 200
+        while "OpenAI API at" not in log.read_text():
+            assert up.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        question = {"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+        answer = httpx.post("http://127.0.0.1:18427/v1/chat/completions", json=question, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] > 0
+        family = psutil.Process(up.pid).children(recursive=True)
+        draft = next(p for p in family if p.cmdline()[1:4] == ["-m", "specdec", "draft"])
+        draft.kill()
+        state = None
+        while time.monotonic() < deadline and not (
+            state and state["pairs"][0]["draft"]["up"] and draft_again(up, draft)
+        ):
+            time.sleep(0.2)
+            state = httpx.get("http://127.0.0.1:18427/readyz", timeout=5).json()
+        assert "the draft ended with exit code" in log.read_text()
+        family += psutil.Process(up.pid).children(recursive=True)
+        up.send_signal(signal.SIGINT)
+        assert up.wait(60) == 0
+        assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        up.kill()
+        up.wait()
+
+
+def draft_again(up: "subprocess.Popen[bytes]", before: psutil.Process) -> bool:
+    family = psutil.Process(up.pid).children(recursive=True)
+    return any(p.pid != before.pid and p.cmdline()[1:4] == ["-m", "specdec", "draft"] for p in family)
+
+
+def test_up_that_cannot_start_says_so_and_keeps_the_logs(tmp_path: Path):
+    done = run("up", "--model", str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    assert "the verifier ended with exit code" in done.stderr
+    folder = re.search(r"logs in (\S+)", done.stderr)
+    assert folder is not None
+    assert "nowhere" in (Path(folder[1]) / "verifier.log").read_text()
+    for file in Path(folder[1]).iterdir():
+        file.unlink()
+    os.rmdir(folder[1])
