@@ -92,7 +92,8 @@ def test_up_answers_restarts_a_dead_draft_and_stops_everything(model: Path, tmp_
         family += psutil.Process(up.pid).children(recursive=True)
         up.send_signal(signal.SIGINT)
         assert up.wait(60) == 0
-        assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        _, left = psutil.wait_procs(family, timeout=5)
+        assert not left
     finally:
         up.kill()
         up.wait()

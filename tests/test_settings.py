@@ -174,13 +174,14 @@ def test_an_unknown_key_in_the_file_is_refused(kind, config):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("verifier:\n  port: 1\n", "there is no section 'router:'"),
-        ("", "there is no section 'router:'"),
+        ("ruoter:\n  port: 1\n", "there is no service 'ruoter'; the sections are router, verifier"),
+        ("router:\n  port: 1\n3: 4\n", "there is no service 3"),
+        ("", "there is no section; write one"),
         ("router: [1]\n", "must be a mapping"),
         ("router: 5\n", "must be a mapping"),
         ("- router\n", ""),
         ("router: [\n", "expected the node content"),
-        (b"\xff\xfe\x00router", "decode"),
+        (b"\xff\xfe\x00router", "unacceptable character"),
         ("router: {3: 4}\n", ""),
     ],
 )
@@ -189,6 +190,11 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(config, text, words):
     message = refusal(RouterSettings, "--config", path)
     assert message.startswith(f"{path}: ")
     assert words in message
+
+
+def test_a_file_about_other_services_only_changes_nothing(config):
+    argv = ["--config", config("verifier:\n  port: 1\n")]
+    assert RouterSettings.load(argv).model_dump() == RouterSettings.load([]).model_dump()
 
 
 def test_a_missing_file_is_named(tmp_path, monkeypatch):

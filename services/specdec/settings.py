@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
@@ -23,9 +24,10 @@ from pydantic_settings import (
     SettingsConfigDict,
     YamlConfigSettingsSource,
 )
-from yaml import YAMLError
 
 from specdec.errors import SettingsError
+
+SECTIONS = ("router", "verifier", "draft", "up", "demo", "bench")
 
 
 class _Environment(EnvSettingsSource):
@@ -67,8 +69,8 @@ class Settings(BaseSettings):
         Raises SettingsError naming each bad setting. `--help` prints and exits 0, an unknown flag exits 2.
         """
         argv, config_file = _take_config(argv)
-        if config_file is not None and not config_file.is_file():
-            raise SettingsError(f"--config, SPECDEC_CONFIG: there is no file {config_file}")
+        if config_file is not None and cls.section not in _sections(config_file):
+            config_file = None  # it is about other services
         kind: type[Self] = type(cls.__name__, (cls,), {"config_file": config_file, "__doc__": cls.__doc__})
         prefix = cls.model_config["env_prefix"]
         source: CliSettingsSource[Any] = CliSettingsSource(
@@ -82,9 +84,7 @@ class Settings(BaseSettings):
             return kind(_cli_settings_source=source(args=argv))
         except ValidationError as error:
             raise SettingsError(_explain(error, prefix, f"{config_file}: {cls.section}")) from None
-        except KeyError:
-            raise SettingsError(f"{config_file}: there is no section '{cls.section}:'") from None
-        except (AttributeError, OSError, TypeError, ValueError, YAMLError) as error:
+        except (AttributeError, OSError, TypeError, ValueError) as error:
             raise SettingsError(f"{config_file or 'settings'}: {error}") from error
 
 
@@ -101,6 +101,21 @@ def _take_config(argv: list[str]) -> tuple[list[str], Path | None]:
         else:
             rest.append(word)
     return rest, Path(found) if found else None
+
+
+def _sections(path: Path) -> list[str]:
+    """The sections of a settings file. Raises SettingsError for a file without any, or with one that no service has."""
+    if not path.is_file():
+        raise SettingsError(f"--config, SPECDEC_CONFIG: there is no file {path}")
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path}: {error}") from error
+    if not isinstance(content, dict) or not content:
+        raise SettingsError(f"{path}: there is no section; write one for each service, such as 'router:'")
+    if unknown := [name for name in content if name not in SECTIONS]:
+        raise SettingsError(f"{path}: there is no service {unknown[0]!r}; the sections are {', '.join(SECTIONS)}")
+    return list(content)
 
 
 def _explain(error: ValidationError, prefix: str, section: str) -> str:
