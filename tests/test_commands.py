@@ -1,5 +1,6 @@
 """`specdec demo`, `bench` and `up` as a user runs them, on the real engine."""
 
+import contextlib
 import json
 import os
 import re
@@ -80,14 +81,15 @@ def test_up_answers_restarts_a_dead_draft_and_stops_everything(model: Path, tmp_
         answer = httpx.post("http://127.0.0.1:18427/v1/chat/completions", json=question, timeout=60).json()
         assert answer["usage"]["completion_tokens"] > 0
         family = psutil.Process(up.pid).children(recursive=True)
-        draft = next(p for p in family if p.cmdline()[1:4] == ["-m", "specdec", "draft"])
+        (draft,) = drafts(up)
         draft.kill()
-        state = None
-        while time.monotonic() < deadline and not (
-            state and state["pairs"][0]["draft"]["up"] and draft_again(up, draft)
-        ):
+        while not (again := [p for p in drafts(up) if p != draft]):
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
-            state = httpx.get("http://127.0.0.1:18427/readyz", timeout=5).json()
+        while not httpx.get("http://127.0.0.1:18427/readyz", timeout=5).json()["pairs"][0]["draft"]["up"]:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        assert again[0].is_running()
         assert "the draft ended with exit code" in log.read_text()
         family += psutil.Process(up.pid).children(recursive=True)
         up.send_signal(signal.SIGINT)
@@ -99,9 +101,14 @@ def test_up_answers_restarts_a_dead_draft_and_stops_everything(model: Path, tmp_
         up.wait()
 
 
-def draft_again(up: "subprocess.Popen[bytes]", before: psutil.Process) -> bool:
-    family = psutil.Process(up.pid).children(recursive=True)
-    return any(p.pid != before.pid and p.cmdline()[1:4] == ["-m", "specdec", "draft"] for p in family)
+def drafts(up: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    """The draft processes below `up`."""
+    found = []
+    for process in psutil.Process(up.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it may be ending
+            if process.cmdline()[1:4] == ["-m", "specdec", "draft"]:
+                found.append(process)
+    return found
 
 
 def test_up_that_cannot_start_says_so_and_keeps_the_logs(tmp_path: Path):
