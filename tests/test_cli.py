@@ -128,7 +128,7 @@ def test_a_router_serves_until_it_is_told_to_stop(number):
         finally:
             router.kill()
         log = router.stderr.read()
-    assert f"router WARNING pair 127.0.0.1:{pair}: UNAVAILABLE" in log
+    assert f"router INFO pair 127.0.0.1:{pair}: UNAVAILABLE" in log
     assert "Traceback" not in log
 
 

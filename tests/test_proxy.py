@@ -703,7 +703,7 @@ def test_text_survives_being_counted(router):
 
 
 @pytest.mark.parametrize(
-    ("value", "steps"), [("auto", 3), ("off", 0), ({"steps": 0}, 0), ({"steps": 2}, 2), ({"steps": 64}, 3)]
+    ("value", "steps"), [("auto", 3), (None, 3), ("off", 0), ({"steps": 0}, 0), ({"steps": 2}, 2), ({"steps": 64}, 3)]
 )
 def test_a_request_may_cap_its_steps(router, value, steps):
     async def main():
@@ -730,7 +730,6 @@ def test_a_request_may_cap_its_steps(router, value, steps):
     [
         "on",
         "",
-        None,
         True,
         3,
         [],

@@ -27,6 +27,7 @@ from specdec.errors import SetupError
 from specdec.guard import Guarded
 from specdec.model import NAME as DEMO_MODEL
 from specdec.model import demo_model
+from specdec.serve import listen
 from specdec.settings import Settings
 
 # What a small CPU machine needs; a user's own value of a variable wins.
@@ -40,6 +41,7 @@ CPU_ENVIRONMENT = {
 }
 _LOOPBACK = "127.0.0.1"
 _TAIL_LINES = 30
+_SETTINGS_FAULT = 2  # exit code of a service whose settings are wrong: trying again would not help
 Progress = Callable[[str], None]
 
 
@@ -106,7 +108,7 @@ class Plain(Service):
         self.url = f"http://{_LOOPBACK}:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", _LOOPBACK, "--port", str(port), *vllm_args]
-        environment = {**CPU_ENVIRONMENT, **os.environ, **(env or {})}
+        environment = {"VLLM_RPC_BASE_PATH": str(logs), **CPU_ENVIRONMENT, **os.environ, **(env or {})}
         super().__init__("plain vLLM", command, self.url + "/health", logs / "plain.log", environment)
 
 
@@ -272,6 +274,7 @@ def up(argv: list[str]) -> int:
 
     ours, vllm_args = split_extra(argv)
     settings = UpSettings.load(ours)
+    listen(settings.host, settings.port, "--port").close()  # before anything is started that would then wait for it
     model = settings.model or str(demo_model())
     if not vllm_args and not settings.model:
         vllm_args = DEMO_VLLM_ARGS
@@ -342,6 +345,10 @@ class _Keeper:
     def _restart_if_ended(self, service: Service) -> None:
         code, now = service.process.poll(), time.monotonic()
         if code is None:
+            return
+        if code == _SETTINGS_FAULT:
+            self._fail(f"the {service.name} refuses its settings:\n{service.tail()}")
+            self._stopping.set()
             return
         if service not in self._restart_at:
             wait_s = self._backoff_s.get(service, 1.0)

@@ -29,6 +29,7 @@ from specdec.telemetry import DraftMetrics
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.25
+_COMPLAIN_EVERY_S = 10
 
 
 class DraftEngine:
@@ -42,6 +43,7 @@ class DraftEngine:
         self._sessions: dict[int, DraftSession] = {}
         self._generation = segment.word("draft.generation")
         self._garbage_seen = 0
+        self._quiet_until = 0.0
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -126,7 +128,9 @@ class DraftEngine:
             return [[index(token) for token in islice(ids, k)] for ids, k in zip(drafts, steps, strict=True)]
         except Exception:  # a drafter is anybody's code, and may cost speed only
             self._metrics.faults.inc()
-            log.exception("the drafter failed; this cycle goes on without drafts")
+            if time.monotonic() > self._quiet_until:
+                self._quiet_until = time.monotonic() + _COMPLAIN_EVERY_S
+                log.exception("the drafter failed; cycles go on without drafts (said every %d s)", _COMPLAIN_EVERY_S)
             return [[] for _ in sessions]
 
     def _write(

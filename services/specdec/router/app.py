@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from starlette.responses import Response
 
 from specdec.router.loop import speculate
 from specdec.router.pairs import Pair, Session
-from specdec.router.proxy import ApiError, ClientGone, Proxy, choose
+from specdec.router.proxy import ApiError, ClientGone, Proxy, answer_request_id, choose
 from specdec.router.settings import RouterSettings
 from specdec.router.steps import load_policy
 from specdec.telemetry import RouterMetrics, health_routes
@@ -85,13 +86,16 @@ def create_app(settings: RouterSettings) -> FastAPI:
     async def forward(http: HttpRequest) -> Response:
         route = http.scope["path"] if http.scope["path"] in _KNOWN else "other"
         status = "500"
+        response: Response
         try:
-            response: Response = await app.state.proxy.forward(http, choose(pairs))
+            response = await app.state.proxy.forward(http, choose(pairs))
             status = str(response.status_code)
             return response
         except ApiError as error:
             status = str(error.status)
-            return error.response()
+            response = error.response()
+            response.headers["x-request-id"] = answer_request_id(http, f"specdec-{uuid.uuid4().hex}")
+            return response
         except ClientGone:
             status = "499"
             return Response(status_code=499)

@@ -218,8 +218,9 @@ class Pair:
                 if not reached and self.description is not None:
                     self.description.engine_ready = False
                 if reason != told:
+                    level = logging.INFO if self.description is None else logging.WARNING  # at first it may be starting
                     told = reason
-                    log.warning("pair %s: %s", self.address, reason)
+                    log.log(level, "pair %s: %s", self.address, reason)
             finally:
                 self._lost()
             await asyncio.sleep(_RETRY_S)
@@ -253,6 +254,7 @@ class Pair:
         """Orders as they come, all that are due in one frame; without any, a sign of life."""
         await call.write(pb.OrderFrame(lease_ms=self._lease_ms))
         self.connected = True
+        log.info("pair %s: connected", self.address)
         self._metrics.pair_up.labels(self.address).set(1)
         while True:
             with contextlib.suppress(TimeoutError):

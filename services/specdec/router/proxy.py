@@ -55,8 +55,8 @@ class ApiError(Exception):
 
 
 def parse_speculative(value: Any) -> int | None:
-    """A request's own cap on k: None for "auto", 0 for "off", n for {"steps": n}. Raises ApiError (400)."""
-    if value == "auto":
+    """A request's own cap on k: None for "auto" and null, 0 for "off", n for {"steps": n}. Raises ApiError (400)."""
+    if value is None or value == "auto":
         return None
     if value == "off":
         return 0
@@ -125,8 +125,7 @@ class Proxy:
             path = http.scope["path"]
             body, cap = prepare(path, await read_body(http, self._max_body))
             request = Request(f"specdec-{uuid.uuid4().hex}", cap)
-            given_id = http.headers.get("x-request-id", "")
-            answer_id = given_id if _ID_TEXT.fullmatch(given_id) else request.id
+            answer_id = answer_request_id(http, request.id)
             gone = asyncio.create_task(_disconnected(http))
             held.callback(gone.cancel)
             pair.register(request)
@@ -268,6 +267,12 @@ async def _unless(gone: "asyncio.Task[None]", work: Any) -> Any:
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def answer_request_id(http: HttpRequest, own: str) -> str:
+    """The X-Request-Id an answer carries: the client's, or `own` where it sent none that can be printed."""
+    given = http.headers.get("x-request-id", "")
+    return given if _ID_TEXT.fullmatch(given) else own
 
 
 def choose(pairs: list[Pair]) -> Pair:

@@ -3,11 +3,10 @@
 A policy is two verbs, and is called between a verdict and the next order, so it must be quick.
 """
 
-import importlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from specdec.errors import SettingsError
+from specdec.plugins import make
 
 if TYPE_CHECKING:
     from specdec.router.pairs import Session, Verdict
@@ -86,10 +85,4 @@ def load_policy(name: str, steps: int, max_steps: int, window: int) -> StepPolic
     built_in = {"fixed": FixedSteps, "accept-length": AcceptLengthSteps}
     if name in built_in:
         return cast(StepPolicy, built_in[name](steps, max_steps, window))
-    module, _, attribute = name.partition(":")
-    if not (module and attribute):
-        raise SettingsError(f"--policy {name!r}: use one of {', '.join(built_in)}, or 'module:Class'")
-    try:
-        return cast(StepPolicy, getattr(importlib.import_module(module), attribute)(steps, max_steps, window))
-    except Exception as error:  # it may be anybody's code
-        raise SettingsError(f"--policy {name!r}: {type(error).__name__}: {error}") from error
+    return cast(StepPolicy, make("--policy", name, tuple(built_in), ("order", "observe"), steps, max_steps, window))

@@ -33,4 +33,4 @@ class VerifierSettings(Settings):
         120, gt=0, description="not ready if the engine begins no cycle for so long while sessions are open"
     )
     start_timeout_s: float = Field(1800, gt=0, description="give up if vLLM is not ready by then")
-    stop_grace_s: float = Field(30, ge=0, description="time vLLM gets to end after SIGTERM before it is killed")
+    stop_grace_s: float = Field(30, ge=0, description="time running answers get after SIGTERM; then vLLM is killed")

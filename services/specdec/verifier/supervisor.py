@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -27,6 +28,7 @@ from specdec.verifier.settings import VerifierSettings
 
 log = logging.getLogger(__name__)
 _BEAT_LATE_NS = 2_000_000_000
+_KILL_S = 5  # of the grace, for vLLM to end once its answers have
 _SERVER = (
     ("grpc.keepalive_time_ms", 5000),  # a router whose host has vanished says nothing
     ("grpc.keepalive_timeout_ms", 3000),
@@ -63,6 +65,7 @@ def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
         *("--worker-cls", "specdec.verifier.cpu.Worker"),
         *("--scheduler-cls", "specdec.verifier.scheduler.Scheduler"),
         *("--speculative-config", json.dumps(speculation)),
+        *("--shutdown-timeout", str(max(0, int(settings.stop_grace_s) - _KILL_S))),  # running answers end in it
         *("--disable-access-log-for-endpoints", "/health,/metrics"),  # the supervisor asks every second
         *extra,
     ]
@@ -109,7 +112,9 @@ class Supervisor:
             server = grpc.aio.server(options=_SERVER)
             pb_grpc.add_SpeculationServicer_to_server(self._control, server)
             server.add_insecure_port(f"{self._address}:{s.control_port}")
-            engine = Guarded(self._command, env=engine_environment(SPECDEC_SEGMENT=str(segment.path)))
+            sockets = tempfile.TemporaryDirectory(prefix="specdec-vllm-")  # vLLM leaves its sockets where it makes them
+            variables = {"SPECDEC_SEGMENT": str(segment.path), "VLLM_RPC_BASE_PATH": sockets.name}
+            engine = Guarded(self._command, env=engine_environment(**variables))
             self._control.start()
             try:
                 async with serving(health_app(self._metrics.registry, self._readiness), health):
@@ -119,6 +124,7 @@ class Supervisor:
                 self._control.stop()
                 await server.stop(1)
                 await asyncio.to_thread(engine.stop, s.stop_grace_s)
+                sockets.cleanup()
 
     async def _watch(self, engine: Guarded) -> int:
         deadline = time.monotonic() + self._settings.start_timeout_s

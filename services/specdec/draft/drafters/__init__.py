@@ -3,12 +3,11 @@
 A drafter is two verbs. Built in: `ngram`. Any other class is named `module:Class`, and made with no arguments.
 """
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from specdec.errors import SettingsError
+from specdec.plugins import make
 
 
 @dataclass(eq=False)
@@ -44,14 +43,4 @@ def load_drafter(name: str) -> Drafter:
         from specdec.draft.drafters.ngram import NgramDrafter
 
         return NgramDrafter()
-    module, colon, attribute = name.partition(":")
-    if not colon or not module or not attribute:
-        raise SettingsError(f"--drafter {name!r}: use 'ngram' or 'module:Class'")
-    try:
-        made = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError) as error:
-        raise SettingsError(f"--drafter {name!r}: {error}") from error
-    for verb in ("propose", "forget"):
-        if not callable(getattr(made, verb, None)):
-            raise SettingsError(f"--drafter {name!r}: the class has no method {verb!r}")
-    return cast(Drafter, made)
+    return cast(Drafter, make("--drafter", name, ("ngram",), ("propose", "forget")))
