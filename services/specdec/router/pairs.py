@@ -21,6 +21,7 @@ from specdec.telemetry import RouterMetrics
 log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"specdec-[0-9a-f]{32}")
 _RETRY_S = 0.25
+_MISSES = 3  # descriptions in a row that a busy pair may fail to give before it counts as gone
 _CHANNEL = (
     ("grpc.enable_http_proxy", 0),  # a pair is no website
     ("grpc.keepalive_time_ms", 5000),  # a host that has vanished says nothing
@@ -226,12 +227,15 @@ class Pair:
             await asyncio.sleep(_RETRY_S)
 
     async def _poll(self, stub: Any) -> None:
+        misses = 0
         while True:
             await asyncio.sleep(0.25 if not self.ready else 1.0)
             try:
                 self.description = await stub.Describe(pb.DescribeRequest(), timeout=2)
+                misses = 0
             except grpc.aio.AioRpcError:
-                if self.description is not None:
+                misses += 1
+                if misses >= _MISSES and self.description is not None:
                     self.description.engine_ready = False
 
     async def _stream(self, stub: Any) -> None:
