@@ -171,6 +171,10 @@ class Router:
         await until(lambda: self.at_rest, 1)
 
     async def post(self, path: str = CHAT, fields: dict[str, Any] | None = None, **more: Any) -> httpx.Response:
+        # an answer to what the router asked before `described` may still come in, and stand until it asks again
+        until_s = time.monotonic() + 5
+        while self.pair.ready != self.fake.description.engine_ready and time.monotonic() < until_s:
+            await asyncio.sleep(0.01)
         return await self.client.post(path, json=fields or {"messages": []}, **more)
 
     def described(self, **fields: Any) -> None:
