@@ -1,0 +1,39 @@
+"""What the README states is what was measured, and what the code says."""
+
+import json
+import re
+from pathlib import Path
+
+from specdec.draft.drafters import DraftSession
+from specdec.router.steps import Order
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def test_the_demos_figures_are_those_of_the_committed_run():
+    (line,) = re.findall(r'^\{"ok": .*\}$', README, re.M)
+    assert json.loads(line) == json.loads((ROOT / "results" / "demo-cpu.json").read_text())["result"]
+
+
+def test_the_drafter_and_the_policy_in_it_run():
+    scope: dict[str, type] = {}
+    for block in blocks("python"):
+        if "class Repeat" in block or "class EveryOther" in block:
+            exec(block, scope)
+    assert scope["Repeat"]().propose([DraftSession(1, 1, [5, 6])], [3]) == [[6, 6, 6]]
+    policy = scope["EveryOther"](4, 8, 2)
+
+    class Bare:
+        cycles = 1
+
+    assert policy.order(Bare()) == Order(4, 2)
+
+
+def test_every_file_it_names_is_there():
+    for path in re.findall(r"`((?:services|tools|tests)/[\w/.]+)`", README):
+        assert (ROOT / path).exists(), path
