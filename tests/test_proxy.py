@@ -166,6 +166,9 @@ class Router:
     async def answering(self, answer: Answer) -> AsyncIterator[None]:
         """The engine answers so. At the end nothing may be left of what was asked."""
         self.vllm.answer = answer
+        # the loop stood still since the test before, and a stream that broke meanwhile is noticed only now
+        await asyncio.sleep(0.03)
+        await until(lambda: self.pair.connected, 5)
         self.described(http_url=self.vllm.url, engine_ready=True)
         yield
         await until(lambda: self.at_rest, 1)
