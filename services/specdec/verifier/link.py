@@ -127,6 +127,11 @@ class Deadline:
             self._limit_s = min(max(1.5 * p99, self.floor_s), self.cap_s)
 
 
+def _cycle_of(body: bytes) -> int:
+    """The cycle a proposal answers; 0, which no cycle has, for a frame too short to say."""
+    return int(np.frombuffer(body, PROPOSAL_HEAD, 1)[0]["cycle"]) if len(body) >= PROPOSAL_HEAD.itemsize else 0
+
+
 class Link:
     """All of a pair's sessions, as its engine sees them."""
 
@@ -344,8 +349,7 @@ class Link:
         waited_s = time.monotonic() - asked_at
         for body in self._proposals.read_all():
             self.counts.late += 1
-            cycle = int(np.frombuffer(body, PROPOSAL_HEAD, 1)[0]["cycle"]) if len(body) >= PROPOSAL_HEAD.itemsize else 0
-            if cycle == asked_cycle:
+            if _cycle_of(body) == asked_cycle:
                 self.deadline.observe(waited_s)
                 self._unanswered = None
         if waited_s > _LOST_AFTER_S and self._outcomes_read.value == self._outcome_bell.value:
@@ -399,10 +403,7 @@ class Link:
     def _await_proposal(self, asked: Mapping[Session, int], start: float) -> dict[Session, list[int]]:
         left = self.deadline.seconds
         while left > 0 and (body := self._proposals.wait(left)) is not None:
-            if (
-                len(body) >= PROPOSAL_HEAD.itemsize
-                and int(np.frombuffer(body, PROPOSAL_HEAD, 1)[0]["cycle"]) == self.cycle
-            ):
+            if _cycle_of(body) == self.cycle:
                 self.deadline.observe(time.monotonic() - start)
                 self._misses = 0
                 return self._believe(body, asked)
