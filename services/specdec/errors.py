@@ -7,6 +7,7 @@ SpecdecError
 │   ├── SegmentMissing     no verifier has made it yet
 │   ├── SegmentMismatch    made by another version, or not by specdec
 │   └── SegmentInUse       another live process holds the role asked for
+├── CheckpointError        a draft's files lack something, or hold what it does not compute
 ├── VocabularyMismatch     the draft's token ids are not the target's
 ├── SeamError              this vLLM is not the one the plug-ins were written for
 └── PairError              a router cannot use a pair
@@ -42,6 +43,10 @@ class SegmentMismatch(ChannelError):
 
 class SegmentInUse(ChannelError):
     """Another live process holds the role asked for."""
+
+
+class CheckpointError(SpecdecError):
+    """A draft's files lack something it needs, or describe a model it does not compute."""
 
 
 class VocabularyMismatch(SpecdecError):

@@ -1,0 +1,65 @@
+"""Named tensors of a model folder, read one by one: a head needs its target's embeddings, not the target."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import safe_open
+
+from specdec.errors import CheckpointError
+
+
+class Weights:
+    """The tensors of a transformers folder: `model.safetensors`, or the shards of `model.safetensors.index.json`.
+
+    `device` and `dtype` are what `take` returns; integer and boolean tensors keep theirs.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+        self.folder, self.device, self.dtype = folder, device, dtype
+        self._files = _files(folder)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
+
+    def like(self, folder: Path) -> Self:
+        """Another folder's tensors, for the same device and dtype."""
+        return type(self)(folder, self.device, self.dtype)
+
+    def take(self, *names: str) -> torch.Tensor:
+        """The first of `names` that is there. Raises CheckpointError if none is."""
+        for name in names:
+            if name in self._files:
+                with safe_open(self._files[name], framework="pt") as file:
+                    tensor = file.get_tensor(name)
+                dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+                return tensor.to(device=self.device, dtype=dtype)
+        raise CheckpointError(f"{self.folder} has no tensor {' or '.join(names)}")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, read from the file's header."""
+        with safe_open(self._files[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        found = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        if missing := sorted({path.name for path in found.values() if not path.exists()}):
+            raise CheckpointError(f"{folder}: its index names {', '.join(missing)}, which are not there")
+        return found
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    if not found:
+        why = "only a pytorch_model.bin, which is not read" if list(folder.glob("*.bin")) else "no .safetensors file"
+        raise CheckpointError(f"{folder} has {why}")
+    return found
