@@ -14,8 +14,10 @@ import torch
 
 from specdec.draft.drafters import DraftSession
 from specdec.draft.model.decoder import CausalModel, Pass, Span
-from specdec.draft.model.kv import KvPool, Run
+from specdec.draft.model.kv import SMALLEST, KvPool, Run
+from specdec.draft.model.steps import EagerSteps, GraphSteps, Row
 from specdec.draft.model.weights import Weights
+from specdec.errors import SettingsError
 
 log = logging.getLogger(__name__)
 _PASS_TOKENS = 2048  # more in one pass would make other sessions wait
@@ -37,7 +39,7 @@ class _State:
 
 
 class CausalDrafter:
-    """`folder` in transformers' format, of the families model.decoder.FAMILIES."""
+    """`folder` in transformers' format, of the families model.decoder.FAMILIES; `memory_bytes` for keys and values."""
 
     def __init__(
         self,
@@ -46,6 +48,8 @@ class CausalDrafter:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         memory_bytes: int = 1 << 30,
+        max_batch: int = 64,
+        max_steps: int = 8,
     ) -> None:
         from transformers import AutoConfig
 
@@ -56,6 +60,16 @@ class CausalDrafter:
         layers = len(self._model.layers)
         cell = KvPool.cell_bytes(layers, shape.kv_heads, shape.head_size, dtype)
         self._pool = KvPool(layers, shape.kv_heads, shape.head_size, memory_bytes // cell, self._device, dtype)
+        self._steps: EagerSteps | GraphSteps
+        if self._device.type == "cuda":
+            spare = self._pool.cells.take(SMALLEST)
+            if spare is None:
+                raise SettingsError(f"the draft's memory of {memory_bytes} bytes holds no session")
+            self._steps = GraphSteps(
+                self._model, self._pool, self._device, max_batch=max_batch, max_steps=max_steps, spare=spare
+            )
+        else:
+            self._steps = EagerSteps(self._model, self._pool, self._device)
         self.context_limit = shape.context
         self._states: OrderedDict[DraftSession, _State] = OrderedDict()  # least recently used first
         self.evicted = 0
@@ -64,7 +78,8 @@ class CausalDrafter:
 
     def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
         """Greedy drafts; none for a session that finds no room in memory."""
-        rooms = [self._room(s, len(s.tokens) + k, sessions) for s, k in zip(sessions, steps, strict=True)]
+        most = max(steps, default=0)  # a batch's steps are one number on CUDA, and each writes a cell of every row
+        rooms = [self._room(session, len(session.tokens) + most, sessions) for session in sessions]
         served = [i for i, room in enumerate(rooms) if room is not None]
         drafts: list[list[int]] = [[] for _ in sessions]
         if served:
@@ -79,51 +94,38 @@ class CausalDrafter:
 
     # ---- the work
 
-    @torch.inference_mode()
     def _draft(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
-        order = sorted(range(len(sessions)), key=lambda i: -steps[i])  # those who want more drafts come first
-        states = [self._states[sessions[i]] for i in order]
-        tokens = self._read(states, [sessions[i].tokens for i in order])  # [n]: the first drafts
-        made = [tokens]
-        for step in range(1, max(steps)):
-            wanting = sum(k > step for k in steps)
-            where = Pass.of(
-                [
-                    Span(state.run.start, len(sessions[i].tokens) + step - 1, 1)
-                    for state, i in zip(states[:wanting], order, strict=False)
-                ],
-                self._device,
-            )
-            tokens = self._model.logits(self._model.hidden(tokens[:wanting], where, self._pool)).argmax(-1)
-            made.append(tokens)
-        columns = [column.tolist() for column in made]
-        drafts: list[list[int]] = [[] for _ in sessions]
-        for row, i in enumerate(order):
-            drafts[i] = [column[row] for column in columns[: steps[i]]]
-            states[row].fed = [*sessions[i].tokens, *drafts[i][:-1]]
+        states = [self._states[session] for session in sessions]
+        self._read(states, [session.tokens for session in sessions])
+        rows = [
+            Row(state.run.start, len(session.tokens), (session.tokens[-2:][0], session.tokens[-1]))
+            for state, session in zip(states, sessions, strict=True)
+        ]
+        drafts = self._steps.run(rows, steps)
+        for state, session, ids in zip(states, sessions, drafts, strict=True):
+            state.fed = [*session.tokens, *ids[:-1]]
         return drafts
 
-    def _read(self, states: Sequence[_State], texts: Sequence[Sequence[int]]) -> torch.Tensor:  # -> [n]
-        """Feeds what each session's cells do not hold yet, and returns the likeliest next token of each."""
-        starts = [state.valid(text) for state, text in zip(states, texts, strict=True)]
-        ends = [self._feed_all_but_a_pass(*each) for each in zip(states, texts, starts, strict=True)]
-        spans = [
-            Span(state.run.start, start, len(text) - start)
-            for state, text, start in zip(states, texts, ends, strict=True)
-        ]
-        ids = torch.tensor([t for text, start in zip(texts, ends, strict=True) for t in text[start:]])
-        hidden = self._model.hidden(ids.to(self._device), Pass.of(spans, self._device), self._pool)
-        counts = torch.tensor([span.count for span in spans], device=self._device)
-        return self._model.logits(hidden[counts.cumsum(0) - 1]).argmax(-1)
+    @torch.inference_mode()
+    def _read(self, states: Sequence[_State], texts: Sequence[Sequence[int]]) -> None:
+        """Feeds what each session's cells do not hold yet, up to the two tokens with which drafting begins."""
+        spans: list[Span] = []
+        ids: list[int] = []
+        for state, text in zip(states, texts, strict=True):
+            start = state.valid(text)
+            while start < len(text) - 2:
+                count = min(len(text) - 2 - start, _PASS_TOKENS - len(ids))
+                spans.append(Span(state.run.start, start, count))
+                ids += text[start : start + count]
+                start += count
+                if len(ids) == _PASS_TOKENS:
+                    self._feed(ids, spans)
+                    ids, spans = [], []
+        if spans:
+            self._feed(ids, spans)
 
-    def _feed_all_but_a_pass(self, state: _State, text: Sequence[int], start: int) -> int:
-        """Feeds a long text piece by piece; returns where its last piece starts."""
-        while len(text) - start > _PASS_TOKENS:
-            ids = torch.tensor(text[start : start + _PASS_TOKENS]).to(self._device)
-            where = Pass.of([Span(state.run.start, start, _PASS_TOKENS)], self._device)
-            self._model.hidden(ids, where, self._pool)
-            start += _PASS_TOKENS
-        return start
+    def _feed(self, ids: list[int], spans: list[Span]) -> None:
+        self._model.hidden(torch.tensor(ids).to(self._device), Pass.of(spans, self._device), self._pool)
 
     # ---- memory
 
