@@ -3,9 +3,10 @@
 import json
 import os
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 from specdec.draft.drafters import DraftSession
@@ -60,6 +61,44 @@ class NoEnd(Perfect):
 
     def spoil(self, right: list[int], k: int) -> list[int]:
         return right[: right.index(2)] if 2 in right else right
+
+
+class PastEnd(Perfect):
+    """Right, and after the end of an answer (token 2) anything: what must never be delivered."""
+
+    def spoil(self, right: list[int], k: int) -> list[int]:
+        if 2 not in right:
+            return right
+        kept = right[: right.index(2) + 1]
+        return kept + [self._random.randrange(VOCABULARY) for _ in range(k - len(kept))]
+
+
+class OutOfMemory(Perfect):
+    """Right, but for a while each proposal raises what a full device does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = count()
+
+    def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
+        if 12 <= next(self._calls) < 40:
+            raise MemoryError
+        return super().propose(sessions, steps)
+
+
+class Slowing(Perfect):
+    """Right, at an even pace; for two seconds in between at a fifth of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = count()
+        self._slow_until_s = 0.0
+
+    def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
+        if next(self._calls) == 40:
+            self._slow_until_s = time.monotonic() + 2
+        time.sleep(0.05 if time.monotonic() < self._slow_until_s else 0.01)
+        return super().propose(sessions, steps)
 
 
 class Bigrams(Perfect):

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import grpc
 import httpx
@@ -488,44 +487,6 @@ def test_usage_and_request_ids_of_several_choices(engine_stack: Stack):
         assert tokens == parsed.usage.completion_tokens
         sessions = {v.session for _, f in recorder.frames for v in f.verdicts}
         assert len(sessions) == 3
-
-
-PARAMETERS = [
-    {"logprobs": 3},
-    {"frequency_penalty": 0.7, "presence_penalty": 0.4},
-    {"repetition_penalty": 1.3},
-    {"stop": ["time", "der", ", "]},
-    {"stop_token_ids": [28, 30]},
-    {"bad_words": ["the", "little"]},
-    {"structured_outputs": {"regex": "[A-Z][a-z]+( [a-z]+){5,12}\\."}},
-    {"structured_outputs": {"choice": ["a little girl named Lily", "a little girl named Anna", "an old man"]}},
-    {"prompt_logprobs": 1},
-    {"seed": 5},
-]
-
-
-@pytest.mark.parametrize("fields", PARAMETERS, ids=lambda fields: next(iter(fields)))
-def test_what_a_request_asks_holds_with_speculation(engine_stack: Stack, oracle: Oracle, fields: dict[str, Any]):
-    if engine_stack.drafter != "fake_drafters:Noisy":
-        engine_stack.start_draft("fake_drafters:Noisy")
-        engine_stack.start_router("--policy", "fixed", "--steps", "4", "--window", "2")
-        engine_stack.wait_ready()
-    body = {"model": "demo", "prompt": "Once upon a time there was a", "max_tokens": 40, "temperature": 0}
-    body |= fields | {"return_token_ids": True}
-    choices = []
-    for speculative in ("auto", "off"):
-        answer = httpx.post(engine_stack.url + "/v1/completions", json=body | {"speculative": speculative}, timeout=120)
-        assert answer.status_code == 200, answer.text
-        document = answer.json()
-        (choice,) = document["choices"]
-        assert document["usage"]["completion_tokens"] == len(choice["token_ids"])
-        choices.append(choice)
-    got, expected = choices
-    assert (got["text"], got["token_ids"]) == (expected["text"], expected["token_ids"])
-    assert (got["finish_reason"], got["stop_reason"]) == (expected["finish_reason"], expected["stop_reason"])
-    if "logprobs" in fields:
-        assert got["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
-        assert got["logprobs"]["token_logprobs"] == pytest.approx(expected["logprobs"]["token_logprobs"], abs=1e-3)
 
 
 def test_what_vllm_cannot_do_with_speculation_is_refused_with_its_reason(engine_stack: Stack):
