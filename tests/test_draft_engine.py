@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 import numpy as np
@@ -20,6 +21,7 @@ import pytest
 import specdec
 from channel_kit import Child, shared_folder, until
 from specdec.channel.layout import (
+    AT_LIMIT,
     CLOSE,
     COMMIT,
     OPEN,
@@ -33,8 +35,9 @@ from specdec.channel.layout import (
 from specdec.channel.segment import Role, Segment, now_ns, segment_path
 from specdec.draft.drafters import load_drafter
 from specdec.draft.engine import DraftEngine
-from specdec.errors import SettingsError
+from specdec.errors import SettingsError, VocabularyMismatch
 from specdec.telemetry import DraftMetrics
+from specdec.vocabulary import Vocabulary
 
 SIZES = Layout(max_sessions=4, max_steps=5, frame_tokens=64)
 
@@ -74,6 +77,9 @@ class FakeVerifier:
         at = PROPOSAL_HEAD.itemsize + int(head["rows"]) * PROPOSAL_ROW.itemsize
         ids, rows = np.frombuffer(body, np.int32, head["tokens"], at).tolist(), []
         for session, epoch, count in np.frombuffer(body, PROPOSAL_ROW, head["rows"], PROPOSAL_HEAD.itemsize).tolist():
+            if count == AT_LIMIT:
+                rows.append((session, epoch, None))
+                continue
             rows.append((session, epoch, ids[:count]))
             ids = ids[count:]
         assert not ids
@@ -102,16 +108,17 @@ class FakeDrafter:
 class RunningDraft:
     """The real engine in a thread, with a fake drafter."""
 
-    def __init__(self, path):
-        self.segment, self.drafter, self.metrics = Segment.attach(path, Role.DRAFT), FakeDrafter(), DraftMetrics()
-        self.engine = DraftEngine(self.segment, self.drafter, self.metrics)
+    def __init__(self, path, drafter=None, *, joins=True, **settings):
+        self.segment, self.drafter = Segment.attach(path, Role.DRAFT), drafter or FakeDrafter()
+        self.metrics, self.joins = DraftMetrics(), joins
+        self.engine = DraftEngine(self.segment, self.drafter, self.metrics, **settings)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
 
     def __enter__(self):
         generation = self.segment.word("draft.generation")
         before = generation.value
         self.thread.start()
-        assert until(lambda: generation.value > before)
+        assert not self.joins or until(lambda: generation.value > before)
         return self
 
     def __exit__(self, *_):
@@ -249,9 +256,9 @@ def test_more_drafts_than_asked_are_cut(verifier, draft):
 
 
 def test_tokens_that_no_vocabulary_has_are_marked_as_none(verifier, draft):
-    draft.drafter.fault = lambda sessions, steps: [[2**31 - 1, 2**31, 2**64, -1, -(2**40)]]
-    verifier.tell((1, 1, OPEN, 5, 0, [1]))
-    assert verifier.proposal() == (1, [(1, 1, [2**31 - 1, -1, -1, -1, -1])])
+    draft.drafter.fault = lambda sessions, steps: [[2**31 - 1, -1, -(2**40)], [4, 2**31, 5], [2**64]]
+    verifier.tell(*((number, 1, OPEN, 5, 0, [1]) for number in (1, 2, 3)))
+    assert verifier.proposal() == (1, [(1, 1, [2**31 - 1, -1, -1]), (2, 1, [4]), (3, 1, [])])
 
 
 def test_a_verifier_that_takes_no_proposals_stops_nothing(verifier, draft):
@@ -445,3 +452,62 @@ def test_a_second_draft_waits_for_the_first_and_ends_while_it_waits(pair_name):
             assert draft.becomes(503, "is the verifier running?")
             code, seconds = draft.terminate()
             assert (code, seconds < 3) == (0, True)
+
+
+# ---- what the drafter says of itself
+
+
+class FakeLimited(FakeDrafter):
+    """Follows a session up to ten tokens, drafts included."""
+
+    context_limit = 10
+
+
+def test_a_session_that_outgrows_the_draft_is_told_so_and_others_are_served(verifier):
+    with RunningDraft(verifier.owner.path, FakeLimited()) as draft:
+        verifier.tell(
+            (1, 1, OPEN, 4, 0, list(range(5))), (2, 1, OPEN, 4, 0, list(range(8))), (3, 1, OPEN, 4, 0, [7] * 10)
+        )
+        _, rows = verifier.proposal(5)
+        assert rows == [(1, 1, [5, 6, 7, 8]), (2, 1, [8, 9]), (3, 1, None)]
+        assert [len(tokens) for _, _, tokens, _ in draft.drafter.seen[0]] == [5, 8]
+        verifier.tell((3, 1, COMMIT, 4, 10, [7]))
+        assert verifier.proposal(5)[1] == [(3, 1, None)]
+        assert len(draft.drafter.seen) == 1, "nothing was asked of the drafter"
+
+
+def test_a_proposal_ends_where_the_target_has_no_such_token(verifier):
+    verifier.engine.vocabulary = 10, 12345
+    with RunningDraft(verifier.owner.path):
+        verifier.tell((1, 1, OPEN, 4, 0, [1, 2, 7]))
+        assert verifier.proposal(5)[1] == [(1, 1, [8, 9])]
+
+
+class FakeTokenizerDrafter(FakeDrafter):
+    vocabulary: ClassVar = {f"token{i}": i for i in range(300)}
+
+
+def test_nothing_is_drafted_before_the_targets_vocabulary_is_known_to_be_the_drafters(verifier):
+    with RunningDraft(verifier.owner.path, FakeTokenizerDrafter(), joins=False) as draft:
+        time.sleep(0.1)
+        assert draft.segment.word("draft.generation").value == 0
+        verifier.engine.vocabulary = Vocabulary.of(FakeTokenizerDrafter.vocabulary)
+        assert until(lambda: draft.segment.word("draft.generation").value == 1)
+        verifier.tell((1, 1, OPEN, 2, 0, [1]))
+        assert verifier.proposal(5)[1] == [(1, 1, [2, 3])]
+
+
+def test_a_drafter_with_other_tokens_refuses_to_serve_unless_it_is_trusted(verifier):
+    verifier.engine.vocabulary = Vocabulary.of({f"token{i}": i ^ 1 for i in range(300)})
+    with Segment.attach(verifier.owner.path, Role.DRAFT) as segment:
+        with pytest.raises(VocabularyMismatch, match="300"):
+            DraftEngine(segment, FakeTokenizerDrafter(), DraftMetrics()).run()
+        assert segment.word("draft.generation").value == 0
+    with RunningDraft(verifier.owner.path, FakeTokenizerDrafter(), trust_vocabulary=True):
+        verifier.tell((1, 1, OPEN, 2, 0, [1]))
+        assert verifier.proposal(5)[1] == [(1, 1, [2, 3])]
+
+
+def test_a_draft_that_waits_for_the_vocabulary_stops_and_leaves_when_told(verifier):
+    with RunningDraft(verifier.owner.path, FakeTokenizerDrafter(), joins=False):
+        time.sleep(0.05)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from channel_kit import Child, Ring, shared_folder, until
 from specdec.channel import layout as layout_module
 from specdec.channel.layout import (
+    AT_LIMIT,
     BUDGET,
     CLOSE,
     CLOSED,
@@ -24,6 +25,7 @@ from specdec.channel.layout import (
     CYCLE,
     DRAFT_DOWN,
     DRAFT_LATE,
+    DRAFT_LIMIT,
     DRAFT_SHORT,
     NONE,
     OPEN,
@@ -167,9 +169,11 @@ class FakeDraft:
         return rows
 
     def propose(self, cycle, *rows):
-        """A proposal of (session, epoch, tokens) rows."""
-        table = np.array([(number, epoch, len(ids)) for number, epoch, ids in rows], PROPOSAL_ROW)
-        flat = np.array([t for _, _, ids in rows for t in ids], np.int32)
+        """A proposal of (session, epoch, tokens) rows; None for tokens says that the draft is at its limit."""
+        table = np.array(
+            [(number, epoch, AT_LIMIT if ids is None else len(ids)) for number, epoch, ids in rows], PROPOSAL_ROW
+        )
+        flat = np.array([t for _, _, ids in rows for t in ids or ()], np.int32)
         assert self.raw(cycle, len(rows), len(flat), table.tobytes() + flat.tobytes())
 
     def raw(self, cycle, rows, tokens, rest=b""):
@@ -449,6 +453,45 @@ def test_a_proposal_is_returned_as_far_as_it_was_asked_for(pair, draft):
     assert pair.link.counts == Counts(resyncs=1)  # nothing to complain about
 
 
+def test_a_session_that_outgrew_the_draft_is_not_asked_for_again_and_others_keep_theirs(pair, draft):
+    long, short = pair.open(range(40)), pair.open()
+    draft.propose(1, (long.id, 1, None), (short.id, 1, [4, 5, 6]))
+    assert pair.ask(long, short) == {long: [], short: [4, 5, 6]}
+    assert (long.reason, short.reason) == (DRAFT_LIMIT, NONE)
+    draft.outcomes()
+    for session in (long, short):
+        pair.truth[session].append(7)
+    draft.propose(2, (short.id, 1, [5, 6, 7]))
+    assert pair.ask(long, short) == {short: [5, 6, 7]}
+    assert (long.reason, short.reason) == (DRAFT_LIMIT, NONE)
+    assert [(r.session, r.tokens) for r in draft.outcomes()] == [(short.id, [7])]  # nor is it told more of it
+    assert took(pair.ask, long) < DEADLINE_S
+    pair.link.begin()
+    pair.link.admit(long)
+    pair.link.exchange({long: 0})
+    assert long.reason == NONE  # nothing was ordered, so nothing is missing
+    pair.link.restart(long)  # a preempted session is a new one to the draft
+    draft.propose(pair.link.cycle + 1, (long.id, long.epoch, [1]))
+    assert pair.ask(long) == {long: [1]}
+    pair.close(long)
+    pair.link.begin()
+    pair.link.exchange({})
+    assert [r.kind for r in draft.outcomes()][-1] == CLOSE
+    assert pair.link.counts == Counts(resyncs=1)
+
+
+def test_a_new_draft_may_follow_further(pair):
+    session = pair.open(range(40))
+    for ids, drafts, reason in ((None, [], DRAFT_LIMIT), ([4, 5, 6], [4, 5, 6], NONE)):
+        with FakeDraft(pair.path) as draft:
+            pair.link.begin()
+            pair.link.exchange({})
+            draft.propose(pair.link.cycle + 1, (session.id, session.epoch, ids))
+            assert pair.ask(session) == {session: drafts}
+            assert session.reason == reason
+        pair.link.begin()
+
+
 def test_only_those_who_want_drafts_are_waited_for(pair, draft):
     session = pair.open()
     pair.link.begin()
@@ -510,7 +553,7 @@ BROKEN = {
     "2**32 - 1 rows": lambda d, s: d.raw(1, 2**32 - 1, 2**32 - 1),
     "tokens that are not there": lambda d, s: d.raw(1, 1, 9, struct.pack("<QII", s.id, 1, 9)),
     "more than it says": lambda d, s: d.raw(1, 0, 0, bytes(100)),
-    "a row longer than the frame": lambda d, s: d.raw(1, 1, 1, struct.pack("<QIIi", s.id, 1, 2**32 - 1, 5)),
+    "a row longer than the frame": lambda d, s: d.raw(1, 1, 1, struct.pack("<QIIi", s.id, 1, 2**32 - 2, 5)),
 }
 
 

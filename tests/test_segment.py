@@ -86,7 +86,7 @@ def test_both_ends_see_the_same_memory(path):
         def join():
             with Segment.attach(path, Role.ENGINE) as engine:
                 assert engine.layout == LAYOUT
-                engine.vocab_size = 151_936
+                engine.vocabulary = 151_936, 2**64 - 1
                 assert engine.word("engine.pid").value == os.getpid()
                 for i, name in enumerate(every):
                     engine.word(name).value = 2**63 + i
@@ -95,7 +95,7 @@ def test_both_ends_see_the_same_memory(path):
 
         with Child(join) as child:
             assert child.wait() == 0
-        assert owner.vocab_size == 151_936
+        assert owner.vocabulary == (151_936, 2**64 - 1)
         bells = ["engine.outcome_bell", "engine.verdict_bell"]
         assert [owner.word(n).value for n in every if n not in bells] == [
             2**63 + i for i, n in enumerate(every) if n not in bells
@@ -283,7 +283,7 @@ def test_the_draft_of_a_dead_owner_keeps_no_new_one_from_starting(path):
 
 def identity(**changes):
     made = np.zeros(1, IDENTITY)
-    made[0] = (module.MAGIC, module.VERSION, 2, 2, 64, LAYOUT.hash, LAYOUT.size, 1, 1, 0)
+    made[0] = (module.MAGIC, module.VERSION, 2, 2, 64, LAYOUT.hash, LAYOUT.size, 1, 1, 0, 0)
     for name, value in changes.items():
         made[name] = value
     return made.tobytes().ljust(LAYOUT.size, b"\0")
@@ -293,7 +293,7 @@ def identity(**changes):
     ("raw", "why"),
     [
         (b"", "not a specdec segment"),
-        (identity()[:63], "not a specdec segment"),
+        (identity()[: IDENTITY.itemsize - 1], "not a specdec segment"),
         (b"something else" * 1000, "not a specdec segment"),
         (identity(magic=module.MAGIC + 1), "not a specdec segment"),
         (identity(version=module.VERSION + 1), f"version {module.VERSION + 1}, this process speaks {module.VERSION}"),
@@ -302,7 +302,7 @@ def identity(**changes):
         (identity(frame_tokens=65), "same specdec release on both sides"),
         (identity(max_steps=2**32 - 1, max_sessions=2**32 - 1), "same specdec release on both sides"),
         (identity()[:-1], "shorter than its header says"),
-        (identity()[:64], "shorter than its header says"),
+        (identity()[: IDENTITY.itemsize], "shorter than its header says"),
     ],
 )
 def test_another_kind_of_file_is_a_mismatch(path, raw, why):

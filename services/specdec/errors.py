@@ -7,6 +7,7 @@ SpecdecError
 │   ├── SegmentMissing     no verifier has made it yet
 │   ├── SegmentMismatch    made by another version, or not by specdec
 │   └── SegmentInUse       another live process holds the role asked for
+├── VocabularyMismatch     the draft's token ids are not the target's
 ├── SeamError              this vLLM is not the one the plug-ins were written for
 └── PairError              a router cannot use a pair
     └── PairUnavailable    not connected, or its vLLM does not answer
@@ -41,6 +42,10 @@ class SegmentMismatch(ChannelError):
 
 class SegmentInUse(ChannelError):
     """Another live process holds the role asked for."""
+
+
+class VocabularyMismatch(SpecdecError):
+    """The draft's token ids are not the target's."""
 
 
 class SeamError(SpecdecError):

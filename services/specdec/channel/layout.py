@@ -47,7 +47,8 @@ IDENTITY = np.dtype(
         ("size", "<u8"),
         ("owner_pid", "<u8"),
         ("owner_start", "<u8"),  # clock ticks since boot, /proc/<pid>/stat field 22
-        ("vocab_size", "<u8"),  # the target's; 0 until the engine knows it
+        ("vocab_size", "<u8"),  # ids below it may be proposed; 0 until the engine has started
+        ("vocabulary", "<u8"),  # fingerprint of what they stand for (vocabulary.py), written after the size
     ]
 )
 
@@ -90,6 +91,7 @@ OPEN, COMMIT, CLOSE = 1, 2, 3  # OPEN starts an epoch: what the draft knew of th
 # proposal: k draft tokens a session
 PROPOSAL_HEAD = np.dtype([("cycle", "<u8"), ("rows", "<u4"), ("tokens", "<u4")])
 PROPOSAL_ROW = np.dtype([("session", "<u8"), ("epoch", "<u4"), ("tokens", "<u4")])
+AT_LIMIT = 0xFFFF_FFFF  # in place of a row's tokens: the session has outgrown the draft; it need not ask again
 
 # verdict: what a cycle did, session by session; opened sessions carry their request id
 VERDICT_HEAD = np.dtype(
@@ -124,8 +126,8 @@ OPENED_ROW = np.dtype(
     [("session", "<u8"), ("slot", "<u4"), ("prompt_tokens", "<u4"), ("request_id", f"S{REQUEST_ID_BYTES}")]
 )
 
-REASONS = ("none", "draft_down", "draft_late", "draft_short", "budget", "standing")
-NONE, DRAFT_DOWN, DRAFT_LATE, DRAFT_SHORT, BUDGET, STANDING = range(len(REASONS))
+REASONS = ("none", "draft_down", "draft_late", "draft_short", "budget", "standing", "draft_limit")
+NONE, DRAFT_DOWN, DRAFT_LATE, DRAFT_SHORT, BUDGET, STANDING, DRAFT_LIMIT = range(len(REASONS))
 
 VERDICT_SLOTS, OUTCOME_SLOTS, PROPOSAL_SLOTS = 256, 64, 8
 

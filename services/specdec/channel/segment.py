@@ -111,7 +111,7 @@ class Segment:
                 layout.size,
                 os.getpid(),
                 start_ticks(os.getpid()),
-                0,
+                *(0, 0),  # until the engine knows the target's vocabulary
             )
             segment._memory[: IDENTITY.itemsize] = identity.tobytes()
             segment._sign("control")
@@ -196,13 +196,16 @@ class Segment:
         return {name: self.word(f"counts.{name}").value for name in COUNT_WORDS}
 
     @property
-    def vocab_size(self) -> int:
-        """The target's vocabulary, 0 until its engine has started."""
-        return int(np.frombuffer(self._memory, IDENTITY, 1)[0]["vocab_size"])
+    def vocabulary(self) -> tuple[int, int] | None:
+        """Size and fingerprint of the target's vocabulary (vocabulary.py), None until its engine has started."""
+        identity = np.frombuffer(self._memory, IDENTITY, 1)[0]
+        size, fingerprint = int(identity["vocab_size"]), int(identity["vocabulary"])
+        return (size, fingerprint) if size and fingerprint else None
 
-    @vocab_size.setter
-    def vocab_size(self, value: int) -> None:
-        np.frombuffer(self._memory, IDENTITY, 1)["vocab_size"] = value
+    @vocabulary.setter
+    def vocabulary(self, value: tuple[int, int]) -> None:
+        identity = np.frombuffer(self._memory, IDENTITY, 1)
+        identity["vocab_size"], identity["vocabulary"] = value
 
     def alive(self, role: Role) -> bool:
         """Whether a live process holds `role`. Asking for one's own role says True."""

@@ -8,13 +8,14 @@ proposals.write(drafter.propose(sessions))    # k tokens each, tagged with the o
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
+from itertools import islice, takewhile
 from operator import index
 
 import numpy as np
 
 from specdec.channel.layout import (
+    AT_LIMIT,
     CLOSE,
     COMMIT,
     OPEN,
@@ -26,6 +27,7 @@ from specdec.channel.layout import (
 from specdec.channel.segment import Role, Segment, now_ns
 from specdec.draft.drafters import Drafter, DraftSession
 from specdec.telemetry import DraftMetrics
+from specdec.vocabulary import UNREADABLE, Vocabulary
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.25
@@ -35,8 +37,12 @@ _COMPLAIN_EVERY_S = 10
 class DraftEngine:
     """Serves one segment until `stop` or until its verifier is gone."""
 
-    def __init__(self, segment: Segment, drafter: Drafter, metrics: DraftMetrics) -> None:
+    def __init__(
+        self, segment: Segment, drafter: Drafter, metrics: DraftMetrics, *, trust_vocabulary: bool = False
+    ) -> None:
         self._segment, self._drafter, self._metrics = segment, drafter, metrics
+        self._context_limit: int | None = getattr(drafter, "context_limit", None)
+        self._vocabulary: Mapping[str, int] | None = None if trust_vocabulary else getattr(drafter, "vocabulary", None)
         self._max_steps = segment.layout.max_steps
         self._beat = segment.word("draft.beat_ns")
         self._outcomes, self._proposals = segment.reader("outcomes"), segment.writer("proposals")
@@ -51,7 +57,12 @@ class DraftEngine:
         self._stopped.set()
 
     def run(self) -> None:
-        """The loop. Returns when stopped, or when the verifier's segment is gone."""
+        """The loop. Returns when stopped, or when the verifier's segment is gone.
+
+        Raises VocabularyMismatch if the drafter's token ids are not the target's.
+        """
+        if not self._may_draft():
+            return
         self._outcomes.skip_to_end()
         self._beat.value = now_ns()
         self._ask_for_all()
@@ -65,11 +76,28 @@ class DraftEngine:
                     self._ask_for_all()  # a frame was lost, and with it some session's tokens
                 if body is not None:
                     self.answer(body)
-                elif not self._segment.current or not self._segment.alive(Role.OWNER):
+                elif self._left_alone:
                     return
         finally:
             for session in list(self._sessions.values()):  # the drafter outlives this verifier
                 self._forget(session)
+
+    @property
+    def _left_alone(self) -> bool:
+        return not self._segment.current or not self._segment.alive(Role.OWNER)
+
+    def _may_draft(self) -> bool:
+        """Waits until the target's vocabulary is known, where the drafter has one. False: stopped, or left alone."""
+        while self._vocabulary is not None and not self._stopped.is_set() and not self._left_alone:
+            self._beat.value = now_ns()
+            if known := self._segment.vocabulary:
+                target = Vocabulary(*known)
+                target.accept(self._vocabulary)
+                if target.fingerprint == UNREADABLE:
+                    log.warning("the target's engine has no tokenizer to compare the drafter's with")
+                return True
+            self._stopped.wait(_IDLE_S)
+        return self._vocabulary is None
 
     def _ask_for_all(self) -> None:
         """A new generation: from here on the verifier counts on us, and tells all it knows anew."""
@@ -79,19 +107,22 @@ class DraftEngine:
         """One outcome frame: applies it and, if any session wants drafts, proposes."""
         start = time.perf_counter()
         head = np.frombuffer(body, OUTCOME_HEAD, 1)[0]
-        wanting, steps = self._apply(body, int(head["rows"]), int(head["tokens"]))
+        wanting, outgrown = self._apply(body, int(head["rows"]), int(head["tokens"]))
         self._metrics.sessions.set(len(self._sessions))
-        if not wanting:
+        if not wanting and not outgrown:
             return
-        drafts = self._propose(wanting, steps)
-        self._write(int(head["cycle"]), wanting, drafts, time.perf_counter() - start)
+        drafts = self._propose(list(wanting), list(wanting.values())) if wanting else []
+        answers: dict[DraftSession, Sequence[int] | None] = dict(zip(wanting, drafts, strict=True))
+        answers |= dict.fromkeys(outgrown)
+        self._write(int(head["cycle"]), answers, time.perf_counter() - start)
 
-    def _apply(self, body: bytes, rows: int, tokens: int) -> tuple[list[DraftSession], list[int]]:
+    def _apply(self, body: bytes, rows: int, tokens: int) -> tuple[dict[DraftSession, int], list[DraftSession]]:
+        """Who wants how many drafts, and who wants some but has outgrown the drafter."""
         at = OUTCOME_HEAD.itemsize
         table = np.frombuffer(body, OUTCOME_ROW, rows, at).tolist()
         ids = np.frombuffer(body, np.int32, tokens, at + rows * OUTCOME_ROW.itemsize).tolist()
-        wanting: list[DraftSession] = []
-        steps: list[int] = []
+        wanting: dict[DraftSession, int] = {}
+        outgrown: list[DraftSession] = []
         used = 0
         for number, epoch, kind, wanted, position, count in table:
             new = ids[used : used + count]
@@ -109,10 +140,12 @@ class DraftEngine:
                     self._metrics.unmatched.inc()
                     continue
                 session.tokens.extend(new)
-                if wanted:
-                    wanting.append(session)
-                    steps.append(min(wanted, self._max_steps))
-        return wanting, steps
+                room = self._max_steps if self._context_limit is None else self._context_limit - len(session.tokens)
+                if wanted and room > 0:
+                    wanting[session] = min(wanted, room, self._max_steps)
+                elif wanted:
+                    outgrown.append(session)
+        return wanting, outgrown
 
     def _forget(self, session: DraftSession) -> None:
         del self._sessions[session.id]
@@ -125,7 +158,7 @@ class DraftEngine:
     def _propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> Sequence[Sequence[int]]:
         try:
             drafts = self._drafter.propose(sessions, steps)
-            return [[index(token) for token in islice(ids, k)] for ids, k in zip(drafts, steps, strict=True)]
+            return [self._cut(ids, k) for ids, k in zip(drafts, steps, strict=True)]
         except Exception:  # a drafter is anybody's code, and may cost speed only
             self._metrics.faults.inc()
             if time.monotonic() > self._quiet_until:
@@ -133,11 +166,18 @@ class DraftEngine:
                 log.exception("the drafter failed; cycles go on without drafts (said every %d s)", _COMPLAIN_EVERY_S)
             return [[] for _ in sessions]
 
-    def _write(
-        self, cycle: int, sessions: Sequence[DraftSession], drafts: Sequence[Sequence[int]], seconds: float
-    ) -> None:
-        flat = [token if -1 <= token < 2**31 else -1 for ids in drafts for token in ids]  # -1 is refused over there
-        rows = np.array([(s.id, s.epoch, len(ids)) for s, ids in zip(sessions, drafts, strict=True)], PROPOSAL_ROW)
+    def _cut(self, ids: Sequence[int], steps: int) -> list[int]:
+        """At most `steps` ids, up to the first the target has no token for: a padded vocabulary's tail ends there."""
+        known = self._segment.vocabulary
+        end = known[0] if known else 2**31
+        return list(takewhile(lambda token: token < end, map(index, islice(ids, steps))))
+
+    def _write(self, cycle: int, answers: Mapping[DraftSession, Sequence[int] | None], seconds: float) -> None:
+        """One proposal. None for a session that has outgrown the drafter."""
+        flat = [max(token, -1) for ids in answers.values() for token in ids or ()]  # -1 is refused over there
+        rows = np.array(
+            [(s.id, s.epoch, AT_LIMIT if ids is None else len(ids)) for s, ids in answers.items()], PROPOSAL_ROW
+        )
         head = np.zeros(1, PROPOSAL_HEAD)
         head[0] = (cycle, len(rows), len(flat))
         self._proposals.write(head, rows, np.array(flat, np.int32))  # a full ring: the verifier has given up on these

@@ -72,7 +72,9 @@ class DraftService:
                 continue
             told = ""
             with segment:
-                self._engine = DraftEngine(segment, self._drafter, self._metrics)
+                self._engine = DraftEngine(
+                    segment, self._drafter, self._metrics, trust_vocabulary=self._settings.trust_vocabulary
+                )
                 if self._stopping.is_set():
                     self._engine.stop()
                 self._detail = "drafting"

@@ -22,6 +22,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_DRAFT_SHORT: _ClassVar[Reason]
     REASON_BUDGET: _ClassVar[Reason]
     REASON_STANDING: _ClassVar[Reason]
+    REASON_DRAFT_LIMIT: _ClassVar[Reason]
 VERDICT_KIND_UNSPECIFIED: VerdictKind
 VERDICT_KIND_PREFILL: VerdictKind
 VERDICT_KIND_CYCLE: VerdictKind
@@ -32,6 +33,7 @@ REASON_DRAFT_LATE: Reason
 REASON_DRAFT_SHORT: Reason
 REASON_BUDGET: Reason
 REASON_STANDING: Reason
+REASON_DRAFT_LIMIT: Reason
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

@@ -11,7 +11,7 @@ No vLLM here: scheduler.py calls it from inside the engine, tests call it with a
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from specdec.channel.layout import (
+    AT_LIMIT,
     BUDGET,
     CLOSE,
     CLOSED,
@@ -27,6 +28,7 @@ from specdec.channel.layout import (
     CYCLE,
     DRAFT_DOWN,
     DRAFT_LATE,
+    DRAFT_LIMIT,
     DRAFT_SHORT,
     NONE,
     OPEN,
@@ -75,6 +77,7 @@ class Session:
     lapsed: bool = False  # its lease ran out: it runs under the standing order until a new one comes
     sent: int = 0  # tokens the draft has been told, in this epoch
     opened: bool = False  # this epoch's OPEN has been sent
+    outgrown: bool = False  # the draft cannot follow it any further, in this epoch
     known: bool = False  # the draft holds something of it, of this epoch or an earlier one
     reason: int = NONE  # why its coming cycle verifies fewer drafts than ordered
 
@@ -202,7 +205,7 @@ class Link:
     def restart(self, session: Session) -> None:
         """The session's engine state was thrown away (preemption): a new epoch, so nothing of the old one counts."""
         session.epoch = (session.epoch + 1) & 0xFFFFFFFF
-        session.sent, session.opened = 0, False
+        session.sent, session.opened, session.outgrown = 0, False, False
 
     # ---- one cycle
 
@@ -245,7 +248,8 @@ class Link:
         Returns the drafts that came, at most `wanted` each, every id within the vocabulary. Never raises for what the
         draft did.
         """
-        asked = {session: steps for session, steps in wanted.items() if steps > 0}
+        asked = {session: steps for session, steps in wanted.items() if steps > 0 and not session.outgrown}
+        self._blame((session for session, steps in wanted.items() if steps > 0 and session.outgrown), DRAFT_LIMIT)
         if not self._draft_up or self._unanswered or time.monotonic() < self._ask_at_s:
             why = DRAFT_LATE if self._draft_up else DRAFT_DOWN
             self._blame(asked, why)
@@ -356,7 +360,7 @@ class Link:
             self._unanswered = None  # it has read the question and will not answer: ask again
 
     @staticmethod
-    def _blame(asked: Mapping[Session, int], reason: int) -> None:
+    def _blame(asked: Iterable[Session], reason: int) -> None:
         for session in asked:
             session.reason = reason
 
@@ -384,7 +388,7 @@ class Link:
         told: list[tuple[Session, int]] = []
         for session in self._sessions.values():
             steps, total = asked.get(session, 0), len(session.tokens)
-            if session.opened and session.sent == total and not steps:
+            if session.outgrown or (session.opened and session.sent == total and not steps):
                 continue
             sent, kind, whole = session.sent, COMMIT if session.opened else OPEN, False
             while not whole:
@@ -431,17 +435,20 @@ class Link:
         used = 0
         for row in rows:
             length = int(row["tokens"])
+            at_limit = length == AT_LIMIT
+            length *= not at_limit
             ids = tokens[used : used + length].tolist()
             used += length
             session = self._sessions.get(int(row["session"]))
             if session is None or session not in asked or int(row["epoch"]) != session.epoch:
                 self.counts.stale += 1
                 continue
+            session.outgrown = session.outgrown or at_limit
             if len(ids) != length or any(not 0 <= token < self._vocab_size for token in ids):
                 self.counts.garbage += 1
                 continue
             drafts[session] = ids[: asked[session]]
         for session, steps in asked.items():
             if len(drafts.get(session, ())) < steps:
-                session.reason = DRAFT_SHORT
+                session.reason = DRAFT_LIMIT if session.outgrown else DRAFT_SHORT
         return drafts

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
@@ -18,6 +19,7 @@ from specdec.channel.segment import Role, Segment
 from specdec.errors import SetupError
 from specdec.verifier import seams
 from specdec.verifier.link import Deadline, Link, Session
+from specdec.vocabulary import UNREADABLE, Vocabulary
 
 SEGMENT_VARIABLE = "SPECDEC_SEGMENT"
 
@@ -30,6 +32,10 @@ class _NoSteps:
         return 0
 
 
+def _nothing_to_take(executor: Executor) -> None:
+    """After each cycle vLLM asks its workers for drafts. They have none, and asking costs 4 % of a k = 0 cycle."""
+
+
 class Scheduler(VllmScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seams.check()
@@ -38,14 +44,23 @@ class Scheduler(VllmScheduler):
         if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
             raise SetupError("pipeline and data parallelism run several cycles at once, which the loop cannot order")
         self.dynamic_sd_lookup = _NoSteps()
+        Executor.get_class(self.vllm_config).take_draft_token_ids = _nothing_to_take
         segment = Segment.attach(Path(os.environ[SEGMENT_VARIABLE]), Role.ENGINE)
-        segment.vocab_size = self.vllm_config.model_config.get_vocab_size()
+        vocabulary = segment.vocabulary = self._vocabulary()
         fixed_s = segment.word("control.draft_limit_us").value / 1e6
         deadline = Deadline(floor_s=fixed_s, cap_s=fixed_s) if fixed_s else Deadline()
         # vLLM checks a cycle's adapters against those of sessions in it, so a held one's would come on top of them
-        self._link = Link(segment, segment.vocab_size, deadline=deadline, may_hold=self.lora_config is None)
+        self._link = Link(segment, vocabulary.size, deadline=deadline, may_hold=self.lora_config is None)
         self._live: dict[str, tuple[Request, Session, int]] = {}  # request id: request, session, preemptions seen
         self._started_s = self._scheduled_s = 0.0
+
+    def _vocabulary(self) -> Vocabulary:
+        """What the tokenizer knows: the model's logits may be wider, and what they pad must not be proposed."""
+        config = self.vllm_config.model_config
+        if config.skip_tokenizer_init:
+            return Vocabulary(config.get_vocab_size(), UNREADABLE)
+        known = Vocabulary.of(self.structured_output_manager.tokenizer.get_vocab())
+        return known._replace(size=min(known.size, config.get_vocab_size()))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self._started_s = time.perf_counter()

@@ -34,6 +34,12 @@ CPU_SEAMS = (
     Seam(
         "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids", ("self", "draft_token_ids"), "proposals go in"
     ),
+    Seam("vllm.v1.executor.abstract:Executor.get_class", ("vllm_config",), "its workers are not asked for drafts"),
+    Seam(
+        "vllm.sampling_params:SamplingParams._validate_spec_decode",
+        ("self", "speculative_config"),
+        "why min_p and logit_bias are refused",
+    ),
     Seam("vllm.v1.worker.cpu_worker:CPUWorker.init_device", ("self",), "where the model runner is made"),
     Seam("vllm.v1.worker.cpu_worker:CPUModelRunner", (), "the model runner that is replaced"),
     Seam(
@@ -77,6 +83,7 @@ CPU_WORDS = {
         "request.spec_token_ids",
         "self.current_step += 1",
     ),
+    "vllm.v1.engine.core:EngineCore.post_step": ("self.model_executor.take_draft_token_ids()", "is not None"),
     "vllm.v1.request:Request.__init__": (
         "self.num_preemptions",
         "self.next_decode_eligible_step",

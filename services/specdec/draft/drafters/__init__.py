@@ -1,6 +1,10 @@
 """Drafters: what turns a session's committed tokens into k guesses.
 
 A drafter is two verbs. Built in: `ngram`. Any other class is named `module:Class`, and made with no arguments.
+Where it has limits of its own it also says so:
+
+    context_limit: int          # most tokens a session may have, drafts included; longer ones are decoded plainly
+    vocabulary: dict[str, int]  # its tokenizer's get_vocab(); it is compared with the target's before the first draft
 """
 
 from collections.abc import Sequence

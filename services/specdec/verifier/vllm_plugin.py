@@ -1,0 +1,33 @@
+"""What vLLM's API process needs of us: it loads neither worker nor scheduler plug-in, only `vllm.general_plugins`."""
+
+import os
+from typing import Any
+
+_SEGMENT_VARIABLE = "SPECDEC_SEGMENT"  # set by the verifier: any other vLLM of this environment is left as it is
+
+
+def register() -> None:
+    """The entry point. May be called several times in a process."""
+    if _SEGMENT_VARIABLE not in os.environ:
+        return
+    from vllm.sampling_params import SamplingParams
+
+    SamplingParams._validate_spec_decode = _say_why
+
+
+def _say_why(params: Any, speculative_config: Any) -> None:
+    """vLLM refuses these two with speculation, without a word on what to do."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import _SAMPLING_EPS
+
+    refused = [
+        name for name, is_set in (("min_p", params.min_p > _SAMPLING_EPS), ("logit_bias", params.logit_bias)) if is_set
+    ]
+    if speculative_config is not None and refused:
+        raise VLLMValidationError(
+            f"{' and '.join(refused)} cannot be used here: vLLM's CPU runner applies it to the last token of a "
+            "speculative cycle only, so the answer would not be what was asked for, and it refuses it on every server "
+            "set up for speculative decoding, whatever the request's own step count. A server without speculation "
+            "takes it.",
+            parameter=refused[0],
+        )
