@@ -10,6 +10,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 from specdec.draft.drafters import DraftSession
+from specdec.model import demo_model
 
 VOCABULARY = 49152
 
@@ -127,3 +128,26 @@ class Garbage(Perfect):
 
     def spoil(self, right: list[int], k: int) -> list[int]:
         return [self._random.choice((-1, VOCABULARY, 2**31 - 1, 2**40, -(2**35))) for _ in range(k + 3)]
+
+
+class Limited(Perfect):
+    """Right, for sessions of at most 200 tokens."""
+
+    context_limit = 200
+
+
+class Same(Perfect):
+    """Right, and with the demo model's own vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        file = json.loads((demo_model() / "tokenizer.json").read_text())
+        self.vocabulary: dict[str, int] = file["model"]["vocab"] | {t["content"]: t["id"] for t in file["added_tokens"]}
+
+
+class Permuted(Same):
+    """The same tokens under other ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocabulary = {token: VOCABULARY - 1 - number for token, number in self.vocabulary.items()}

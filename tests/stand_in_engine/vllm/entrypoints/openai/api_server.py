@@ -22,6 +22,7 @@ from stand_in_script import VOCABULARY, prompt_tokens, script, text_of
 
 from specdec.channel.segment import Role, Segment
 from specdec.verifier.link import Link, Session
+from specdec.vocabulary import UNREADABLE
 
 FORWARD_S = 0.004
 
@@ -44,7 +45,7 @@ class StandInCore:
 
     def __init__(self, asked: IO[str], says: IO[str]) -> None:
         segment = Segment.attach(Path(os.environ["SPECDEC_SEGMENT"]), Role.ENGINE)
-        segment.vocab_size = VOCABULARY
+        segment.vocabulary = VOCABULARY, UNREADABLE
         self.link = Link(segment, VOCABULARY)
         self._asked, self._says = asked, says
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
