@@ -8,7 +8,7 @@ export TORCH_INDEX
 # Nor should make say on stdout which directory it leaves (`make -C`; heeded from make 4.4 on).
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test lint proto proto-check lock clean
+.PHONY: help setup demo up test soak lint proto proto-check lock clean
 
 # Made where it is missing; `make setup` also renews it.
 STAMP := $(VENV)/.specdec-setup
@@ -23,7 +23,7 @@ help:  ## list these targets
 	@echo 'PYTHON=python3.12   the Python (3.11 to 3.14) that makes the environment'
 	@echo 'TORCH_INDEX=URL     another package index for torch, for example one with its CPU build'
 	@echo 'VENV=/path          the environment, in another place than .venv'
-	@echo "ARGS='...'          for demo and up: options of specdec; PYTEST='...' for test: options of pytest"
+	@echo "ARGS='...'          for demo, up and soak: their options; PYTEST='...' for test: options of pytest"
 
 # Everything on stderr: the demo's last line on stdout is its result.
 setup:  ## check this machine and make the environment
@@ -41,6 +41,9 @@ up:  ## keep the stack running; Ctrl-C stops all of it
 
 test: setup  ## all tests; PYTEST='-k name' for some
 	$(BIN)/python -m pytest $(PYTEST)
+
+soak: setup  ## a million frames and two hundred kills (20 minutes); the log is results/soak.log
+	$(BIN)/python tests/soak.py $(ARGS)
 
 lint: proto-check | $(STAMP)  ## style, types, import rules, fresh stubs
 	$(BIN)/python -m ruff check .

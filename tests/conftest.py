@@ -1,16 +1,14 @@
 """One stack of the real engine for the whole test session; see `engine_stack`."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine_prompts import Oracle
+from engine_prompts import Oracle, knowing_drafts
 from specdec.model import demo_model
 from specdec.stack import Plain, Stack
 
-TESTS = Path(__file__).parent
 # Small chunks and a small KV cache, so that prompts are cut and sessions preempted while the drafts are at work.
 BLOCKS = 34
 PLAIN_ARGS = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--served-model-name", "demo"]
@@ -22,8 +20,14 @@ VLLM_ARGS = [
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick tests first: they fail in seconds."""
-    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+    """Quick tests first: they fail in seconds. Last those that share the session's servers, so that tests with servers
+    of their own have the memory for them."""
+
+    def rank(item: pytest.Item) -> tuple[bool, bool]:
+        shares = {"plain", "engine_stack"} & set(getattr(item, "fixturenames", ()))
+        return item.get_closest_marker("engine") is not None, bool(shares)
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")
@@ -33,24 +37,25 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def oracle(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """What vLLM without plug-ins answers, asked once."""
-    from engine_prompts import Oracle
-
-    folder = tmp_path_factory.mktemp("plain")
-    plain = Plain(model, folder, PLAIN_ARGS)
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    """vLLM without any plug-in."""
+    server = Plain(model, tmp_path_factory.mktemp("plain"), PLAIN_ARGS)
     try:
-        plain.wait_ready(300)
-        return Oracle.ask(plain.url, folder / "oracle.json")
+        server.wait_ready(300)
+        yield server
     finally:
-        plain.process.stop()
+        server.process.stop()
+
+
+@pytest.fixture(scope="session")
+def oracle(plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """What vLLM without plug-ins answers, asked once."""
+    return Oracle.ask(plain.url, tmp_path_factory.mktemp("oracle") / "oracle.json")
 
 
 @pytest.fixture(scope="session")
 def engine_stack(model: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Verifier, draft and router, started once. Tests change its draft and router, never the verifier."""
-    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    env = {"PYTHONPATH": path, "SPECDEC_TEST_ORACLE": str(oracle.path)}
     logs = tmp_path_factory.mktemp("stack")
     with Stack(
         model,
@@ -58,7 +63,7 @@ def engine_stack(model: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathF
         drafter="fake_drafters:Perfect",
         vllm_args=VLLM_ARGS,
         verifier_args=["--max-num-seqs", "16"],
-        env=env,
+        env=knowing_drafts(oracle.path),
     ) as stack:
         stack.wait_ready(300)
         yield stack

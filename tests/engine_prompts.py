@@ -1,14 +1,22 @@
 """32 prompts of mixed kind and length, and what the target alone answers to them."""
 
+import contextlib
 import json
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from specdec.demo import prompts
+
+TESTS = Path(__file__).parent
+Body = dict[str, Any]
+Document = dict[str, Any]
 
 _LONG = " ".join(
     f"Entry {i}: on day {i * 7 % 31} the {('blue', 'red', 'green', 'old')[i % 4]} boat carried {i * 13 % 97} crates of "
@@ -104,6 +112,76 @@ def complete_all(url: str, at_once: int = 16, **fields: Any) -> list[Completion]
         return list(pool.map(lambda case: complete(url, case, **fields), CASES))
 
 
+def knowing_drafts(oracle: Path) -> dict[str, str]:
+    """The environment in which a draft finds the fake drafters and what they know."""
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {"PYTHONPATH": path, "SPECDEC_TEST_ORACLE": str(oracle)}
+
+
+def ask(client: httpx.Client, url: str, body: Body) -> Document:
+    """The whole answer to a text completion or, where there are messages, to a chat request; greedy unless it says
+    otherwise."""
+    path = "chat/completions" if "messages" in body else "completions"
+    fields = {"model": "demo", "temperature": 0, "return_token_ids": True, **body}
+    answer = client.post(f"{url}/v1/{path}", json=fields)
+    assert answer.status_code == 200, f"{body}: {answer.text}"
+    document: Document = answer.json()
+    return document
+
+
+def ask_all(url: str, bodies: Sequence[Body], at_once: int = 16) -> list[Document]:
+    """The answers to all requests, `at_once` in flight."""
+    with httpx.Client(timeout=300, trust_env=False) as client, ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda body: ask(client, url, body), bodies))
+
+
+def sequences(documents: list[Document]) -> list[list[int]]:
+    """Prompt and answer of each choice, for the drafts."""
+    known = []
+    for document in documents:
+        for choice in document["choices"]:
+            prompt = choice.get("prompt_token_ids") or document.get("prompt_token_ids")
+            known.append([*prompt, *choice["token_ids"]])
+    return known
+
+
+def same(expected: Any, got: Any, at: str = "") -> None:
+    """Fails where two answers differ in more than names, times, what was drafted and a logprob's last digits."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        names = (expected.keys() | got.keys()) - {"id", "created", "completion_tokens_details", "system_fingerprint"}
+        for name in names - {"prompt_tokens_details"}:
+            assert (name in expected, name in got) == (True, True), f"{at}.{name}"
+            same(expected[name], got[name], f"{at}.{name}")
+    elif isinstance(expected, list) and isinstance(got, list):
+        assert len(got) == len(expected), f"{at}: {got} for {expected}"
+        for i, (left, right) in enumerate(zip(expected, got, strict=True)):
+            same(left, right, f"{at}[{i}]")
+    elif isinstance(expected, float):
+        assert got == pytest.approx(expected, abs=2e-3), f"{at}: {got} for {expected}"
+    else:
+        assert got == expected, f"{at}: {got!r} for {expected!r}"
+
+
+def counted(body: Body, document: Document) -> int:
+    """Fails where an answer's counts do not agree; returns how many of its tokens were the draft's."""
+    usage, total = document["usage"], 0
+    for choice in document["choices"]:
+        total += len(choice["token_ids"])
+        assert len(choice["token_ids"]) <= body["max_tokens"]
+        logprobs = choice.get("logprobs")
+        if logprobs and not body.get("echo"):
+            assert len(logprobs.get("content") or logprobs["token_logprobs"]) == len(choice["token_ids"])
+        if choice["finish_reason"] == "length":
+            assert len(choice["token_ids"]) == body["max_tokens"]
+    assert usage["completion_tokens"] == total
+    assert usage["total_tokens"] == usage["prompt_tokens"] + total
+    details = usage["completion_tokens_details"]
+    assert 0 <= details["accepted_prediction_tokens"] <= total
+    assert details["rejected_prediction_tokens"] >= 0
+    accepted: int = details["accepted_prediction_tokens"]
+    return accepted
+
+
 @dataclass(frozen=True)
 class Oracle:
     """The answers of the target alone. `path` holds prompt and answer ids, for the drafts that know them."""
@@ -121,6 +199,17 @@ class Oracle:
         min_tokens = [complete(url, case, min_tokens=MIN_TOKENS) for case in MIN_TOKENS_CASES]
         path.write_text(json.dumps([[*a.prompt_ids, *a.ids] for a in answers + short + min_tokens]))
         return cls(path, answers, short, min_tokens)
+
+    @contextlib.contextmanager
+    def knowing(self, sequences: Sequence[Sequence[int]]) -> Iterator[None]:
+        """Drafts started meanwhile know these too, before what they know else; each is a prompt's ids and its
+        answer's."""
+        before = self.path.read_text()
+        self.path.write_text(json.dumps([list(ids) for ids in sequences] + json.loads(before)))
+        try:
+            yield
+        finally:
+            self.path.write_text(before)
 
     def compare(self, answers: list[Completion]) -> None:
         """Fails on the first answer that is not the target's own, token by token."""

@@ -3,12 +3,14 @@
 import json
 import os
 import random
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 from specdec.draft.drafters import DraftSession
+from specdec.model import demo_model
 
 VOCABULARY = 49152
 
@@ -62,6 +64,44 @@ class NoEnd(Perfect):
         return right[: right.index(2)] if 2 in right else right
 
 
+class PastEnd(Perfect):
+    """Right, and after the end of an answer (token 2) anything: what must never be delivered."""
+
+    def spoil(self, right: list[int], k: int) -> list[int]:
+        if 2 not in right:
+            return right
+        kept = right[: right.index(2) + 1]
+        return kept + [self._random.randrange(VOCABULARY) for _ in range(k - len(kept))]
+
+
+class OutOfMemory(Perfect):
+    """Right, but for a while each proposal raises what a full device does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = count()
+
+    def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
+        if 12 <= next(self._calls) < 40:
+            raise MemoryError
+        return super().propose(sessions, steps)
+
+
+class Slowing(Perfect):
+    """Right, at an even pace; for two seconds in between at a fifth of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = count()
+        self._slow_until_s = 0.0
+
+    def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
+        if next(self._calls) == 40:
+            self._slow_until_s = time.monotonic() + 2
+        time.sleep(0.05 if time.monotonic() < self._slow_until_s else 0.01)
+        return super().propose(sessions, steps)
+
+
 class Bigrams(Perfect):
     """What the target would say, as long as it has; then after each token the one that most often follows it in the
     file, else any: drafts for answers nobody knows."""
@@ -88,3 +128,26 @@ class Garbage(Perfect):
 
     def spoil(self, right: list[int], k: int) -> list[int]:
         return [self._random.choice((-1, VOCABULARY, 2**31 - 1, 2**40, -(2**35))) for _ in range(k + 3)]
+
+
+class Limited(Perfect):
+    """Right, for sessions of at most 200 tokens."""
+
+    context_limit = 200
+
+
+class Same(Perfect):
+    """Right, and with the demo model's own vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        file = json.loads((demo_model() / "tokenizer.json").read_text())
+        self.vocabulary: dict[str, int] = file["model"]["vocab"] | {t["content"]: t["id"] for t in file["added_tokens"]}
+
+
+class Permuted(Same):
+    """The same tokens under other ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vocabulary = {token: VOCABULARY - 1 - number for token, number in self.vocabulary.items()}

@@ -16,10 +16,11 @@ if os.environ.get("SPECDEC_SEGMENT"):
     check(SamplingParams(min_p=0.1, temperature=0.8), None)
     check(SamplingParams(min_p=0.1, temperature=0), object())  # greedy: vLLM itself drops it
     check(SamplingParams(top_k=3, seed=1), object())
-    for fields in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"min_p": 0.1, "logit_bias": {3: 1.0}}):
+    for fields in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"min_p": 0.1, "logit_bias": {3: 1.0}},
+                   {"logprobs": 1, "logprob_token_ids": [3]}):
         try:
             check(SamplingParams(**fields), object())
-        except ValueError as error:
+        except Exception as error:
             print(error)
 """
 
@@ -44,10 +45,9 @@ def test_a_vllm_without_the_verifier_is_left_as_it_is():
 
 
 def test_what_is_refused_is_named_with_the_reason_and_what_takes_it():
-    module, *messages = probe(SPECDEC_SEGMENT="/dev/shm/none")[-4:]
+    module, *messages = probe(SPECDEC_SEGMENT="/dev/shm/none")[-5:]
     assert module == "specdec.verifier.vllm_plugin"
-    for message, name in zip(
-        messages, ("min_p cannot", "logit_bias cannot", "min_p and logit_bias cannot"), strict=True
-    ):
+    names = ("min_p cannot", "logit_bias cannot", "min_p and logit_bias cannot", "logprob_token_ids cannot")
+    for message, name in zip(messages, names, strict=True):
         assert message.startswith(name)
         assert "A server without speculation takes it" in message

@@ -15,9 +15,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+_LOOK_S = 1.0  # what was mapped is remembered: whoever mapped it may have died by itself by the time of clearing up
 
 
 class Guarded:
@@ -97,6 +100,7 @@ def _remove(paths: set[str]) -> None:
 
 def _main(read_end: int, command: list[str]) -> int:
     child: subprocess.Popen[bytes] | None = None
+    seen: set[str] = set()
     early: list[int] = []  # signals from before there was a command to pass them on to
 
     def pass_on(number: int, _: object) -> None:
@@ -105,21 +109,28 @@ def _main(read_end: int, command: list[str]) -> int:
         else:
             child.send_signal(number)
 
+    def look() -> None:
+        nonlocal seen
+        while True:
+            seen = seen | _shared_memory(os.getpgrp())
+            time.sleep(_LOOK_S)
+
     def watch() -> None:
         os.read(read_end, 1)
         try:
-            _remove(_shared_memory(os.getpgrp()))
+            _remove(seen | _shared_memory(os.getpgrp()))
         finally:
             os.killpg(0, signal.SIGKILL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, pass_on)
     threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=look, daemon=True).start()
     child = subprocess.Popen(command)
     for missed in early:
         child.send_signal(missed)
     code = child.wait()
-    _remove(_shared_memory(os.getpgrp()))
+    _remove(seen | _shared_memory(os.getpgrp()))
     for left_behind in set(_members(os.getpgrp())) - {os.getpid()}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(left_behind, signal.SIGKILL)

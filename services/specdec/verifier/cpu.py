@@ -65,6 +65,8 @@ class Runner(CPUModelRunner):
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """A prompt's chunk before its last samples a token that is thrown away. With a seed, its draw must be taken
         back, or the answer depends on how the prompt was cut."""
+        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+            spec_decode_metadata = None  # vLLM's rejection sampler ends the engine on top_k where no row has drafts
         discarded = self._discarded_generators()
         states = {row: generator.get_state() for row, generator in discarded.items()}
         with self._min_tokens_after_drafts(spec_decode_metadata):

@@ -15,15 +15,23 @@ def register() -> None:
     SamplingParams._validate_spec_decode = _say_why
 
 
-def _say_why(params: Any, speculative_config: Any) -> None:
-    """vLLM refuses these two with speculation, without a word on what to do."""
+def _say_why(self: Any, speculative_config: Any) -> None:
+    """vLLM refuses min_p and logit_bias with speculation, without a word on what to do, and should refuse a third."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import _SAMPLING_EPS
 
     refused = [
-        name for name, is_set in (("min_p", params.min_p > _SAMPLING_EPS), ("logit_bias", params.logit_bias)) if is_set
+        name for name, is_set in (("min_p", self.min_p > _SAMPLING_EPS), ("logit_bias", self.logit_bias)) if is_set
     ]
-    if speculative_config is not None and refused:
+    if speculative_config is None:
+        return
+    if self.logprob_token_ids is not None:
+        raise VLLMValidationError(
+            "logprob_token_ids cannot be used here: beside another request's logprobs it would end vLLM's engine once "
+            "drafts are verified. A server without speculation takes it.",
+            parameter="logprob_token_ids",
+        )
+    if refused:
         raise VLLMValidationError(
             f"{' and '.join(refused)} cannot be used here: vLLM's CPU runner applies it to the last token of a "
             "speculative cycle only, so the answer would not be what was asked for, and it refuses it on every server "

@@ -1,0 +1,484 @@
+"""Killed at random points and started again, the stack always works. `make soak` does more of the same.
+
+Most kills are of the real services around a stand-in for vLLM (stand_in_engine), which starts in a moment. Their ports
+are chosen below the range from which the kernel takes those of connections, so that none is lost while its service is
+down.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import psutil
+import pytest
+
+from channel_kit import until
+from conftest import VLLM_ARGS
+from engine_prompts import CASES, Completion, Oracle, complete
+from specdec import guard
+from specdec.channel.segment import segment_path
+from specdec.stack import Service, Stack
+from stand_in_engine.stand_in_script import script, text_of
+from test_guard import processes_with
+
+TESTS = Path(__file__).parent
+GONE_S = 5  # no child outlives its parent for longer
+ENDS_S = 40  # until a service ends whose engine has died: vLLM's server takes its time
+LOADS_S = 300  # until the real engine serves, on a machine with much to do
+WORKS_S = 60  # until all is as before, once everything has been started again; most of it is waiting for a processor
+SHARED_MEMORY = Path("/dev/shm")
+MORE_FILES, MORE_MEMORY = 8, 24 * 2**20  # what a process may have gained over its life: its clients come and go
+_ports = random.Random()
+
+
+def low_ports(count: int) -> list[int]:
+    """Free ports that no connection is given for its own end."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = _ports.randrange(20_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
+
+
+# ---- whom to kill
+
+
+VERIFIER_SIDE = ("verifier's guard", "verifier", "engine's guard", "engine's server", "engine core", "engine's worker")
+DRAFT_ONLY = ("draft's guard", "draft")
+ROUTER_ONLY = ("router's guard", "router")
+
+
+def chain(service: Service) -> list[psutil.Process]:
+    """A service's guard, the service, and what that has started, the oldest first; Python's own helpers left out."""
+    with contextlib.suppress(psutil.Error):
+        first = psutil.Process(service.process.pid)
+        family = [first, *first.children(recursive=True)]
+        return [process for process in family if "resource_tracker" not in command_of(process.pid)]
+    return []
+
+
+def victims(stack: Stack) -> dict[str, tuple[Service, psutil.Process]]:
+    """Every process of the stack that is there now, by what it is."""
+    assert stack.draft is not None
+    assert stack.router is not None
+    return {
+        name: (service, process)
+        for names, service in ((VERIFIER_SIDE, stack.verifier), (DRAFT_ONLY, stack.draft), (ROUTER_ONLY, stack.router))
+        for name, process in zip(names, chain(service), strict=False)
+    }
+
+
+# ---- the clients
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One streamed request. `fault`: what went wrong, empty for a whole answer that is the expected one."""
+
+    start: float
+    end: float
+    fault: str
+    wrong: bool  # a token of it is not the target's
+
+
+@dataclass
+class Clients:
+    """Streams answer after answer through the router while the context is open."""
+
+    url: str
+    count: int = 3
+    tokens: int = 80
+    asked: list[Asked] = field(default_factory=list)
+
+    def __enter__(self) -> "Clients":
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(self.count)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in self._threads), "an answer without end"
+
+    def _run(self, number: int) -> None:
+        serial = 0
+        with httpx.Client(timeout=15, trust_env=False, verify=False) as client:
+            while not self._stop.is_set():
+                serial += 1
+                asked = ask(client, self.url, f"client {number} asks {serial}", self.tokens)
+                self.asked.append(asked)
+                self._stop.wait(0.1 if asked.fault else 0.01)
+
+
+def ask(client: httpx.Client, url: str, prompt: str, tokens: int) -> Asked:
+    """One streamed answer of the stand-in's target."""
+    start, text, fault, done = time.monotonic(), "", "", False
+    body = {"model": "stand-in", "prompt": prompt, "max_tokens": tokens, "stream": True}
+    try:
+        with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                fault = f"{response.status_code} {json.loads(response.read())['error']['code']}"
+            for line in response.iter_lines() if response.status_code == 200 else ():
+                data = line.removeprefix("data: ")
+                if data == line or data == "[DONE]":
+                    done = done or data == "[DONE]"
+                    continue
+                document = json.loads(data)
+                if "error" in document:
+                    fault = f"error {document['error']['code']}"
+                    continue
+                text += "".join(choice["text"] for choice in document["choices"])
+    except httpx.HTTPError as error:
+        fault = f"broken {type(error).__name__}"
+    expected = text_of(script(prompt, tokens))
+    if not fault:
+        fault = "" if done else "ended without [DONE]"
+    return Asked(start, time.monotonic(), fault, text != expected if done else not expected.startswith(text))
+
+
+# ---- kills
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One kill and what came of it; seconds from the kill on."""
+
+    number: int
+    victim: str
+    starting: bool  # something of the stack was still starting
+    at: float
+    gone_s: float  # until nothing was left that had lost its parent
+    works_s: float | None  # until everything worked again; None: the next kill came first
+
+    def __str__(self) -> str:
+        works = "-" if self.works_s is None else f"{self.works_s:.2f}"
+        when = "starting" if self.starting else "serving"
+        return f"{self.number:4d} {self.victim:16s} {when:8s} gone {self.gone_s:5.2f} s  works {works:>5s} s"
+
+
+@dataclass
+class Campaign:
+    """Kills of one stack. `works` fails unless all of the stack works as before."""
+
+    stack: Stack
+    mark: str  # in the environment of all its processes
+    works: Callable[[], None]
+    rng: random.Random
+    say: Callable[[str], None] = lambda _: None
+    kills: list[Kill] = field(default_factory=list)
+    sizes: dict[psutil.Process, tuple[tuple[int, int], tuple[int, int]]] = field(default_factory=dict)
+
+    def kill(self, victim: str, *, wait: bool, starting: bool) -> Kill:
+        """kill -9, what its starter does then, and the start of what has ended. `wait`: until everything works."""
+        service, process = victims(self.stack)[victim]
+        shared = {
+            path
+            for p in chain(service)
+            if service is self.stack.verifier
+            for path in guard._shared_memory(os.getpgid(p.pid))
+        }
+        at = time.monotonic()
+        process.send_signal(signal.SIGKILL)
+        if victim in (VERIFIER_SIDE[0], DRAFT_ONLY[0], ROUTER_ONLY[0]):
+            service.process.stop(0)  # what whoever started it does then
+        assert until(lambda: not self.orphans(), GONE_S), (victim, self.orphans())
+        assert until(lambda: service.process.poll() is not None, ENDS_S), f"the {service.name} outlives its {victim}"
+        assert until(lambda: not self.orphans(), GONE_S), (victim, self.orphans())
+        gone_s = time.monotonic() - at
+        left = {path for path in shared if os.path.exists(path)}
+        for path in left:
+            os.unlink(path)
+        assert not left, f"left behind after kill -9 of the {victim}: {left}"
+        self.no_shared_memory_but(service is not self.stack.verifier, f"after kill -9 of the {victim}")
+        service.process.stop(0)
+        service.start()
+        works_s = None
+        if wait:
+            self.works()
+            works_s = time.monotonic() - at
+            self.no_shared_memory_but(True, f"after the restart of the {service.name}")
+            self.measure()
+        kill = Kill(len(self.kills) + 1, victim, starting, at, gone_s, works_s)
+        self.kills.append(kill)
+        self.say(str(kill))
+        return kill
+
+    def run(self, count: int, weights: dict[str, int]) -> None:
+        """`count` kills of victims drawn by weight, one in three of them while what was killed before starts."""
+        wait = True
+        for number in range(count):
+            starting = not wait
+            # at any moment of serving, or of a start
+            time.sleep(self.rng.uniform(0, 1.2) if starting else self.rng.uniform(0, 0.15))
+            there = victims(self.stack)
+            names = [name for name in weights if name in there]
+            victim = self.rng.choices(names, [weights[name] for name in names])[0]
+            wait = self.rng.random() > 0.35 or number == count - 1
+            self.kill(victim, wait=wait, starting=starting)
+
+    def orphans(self) -> list[str]:
+        """Processes of the stack that nobody of it has as a child any more."""
+        family = {p.pid for p in psutil.Process().children(recursive=True)}
+        return [f"{pid}: {command_of(pid)}" for pid in processes_with(self.mark) if pid not in family]
+
+    def no_shared_memory_but(self, alive: bool, when: str) -> None:
+        """At most the pair's one segment is in /dev/shm, and nothing of an engine but of that which is `alive`."""
+        own = sorted(p.name for p in SHARED_MEMORY.iterdir() if self.mark in p.name)
+        pids = {f"psm_{self.mark}_{p.pid}" for p in chain(self.stack.verifier)} if alive else set()
+        assert set(own) <= pids, f"left behind {when}: {set(own) - pids}"
+        segments = [p for p in SHARED_MEMORY.iterdir() if p.name.startswith(f"specdec-{self.stack.pair}")]
+        assert len(segments) <= 1, segments
+
+    def measure(self) -> None:
+        """Nobody who has survived so far grows."""
+        for _, process in victims(self.stack).values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                now = (process.num_fds(), process.memory_info().rss)
+                first = self.sizes.setdefault(process, (now, now))[0]
+                self.sizes[process] = (first, now)
+        for process, (first, now) in self.sizes.items():
+            assert now[0] <= first[0] + MORE_FILES, f"{process}: {first} -> {now}"
+            assert now[1] <= first[1] + MORE_MEMORY, f"{process}: {first} -> {now}"
+
+    def check(self, asked: list[Asked]) -> None:
+        """No answer was wrong, and only those failed that ran while something but the draft was down."""
+        assert not [a for a in asked if a.wrong]
+        down, since = [], None
+        for kill in self.kills:
+            if kill.victim not in DRAFT_ONLY and since is None:
+                since = kill.at
+            if kill.works_s is not None and since is not None:
+                down.append((since, kill.at + kill.works_s))
+                since = None
+        for a in asked:
+            if a.fault:
+                assert any(a.start <= end and a.end >= begin for begin, end in down), f"{a}, down {down}"
+                # the router's own end may break an answer off; the engine's is told
+                assert a.fault.split()[0] in ("503", "504", "error", "broken"), a
+        routers = [k.at for k in self.kills if k.victim.startswith("router")]
+        for a in asked:
+            if a.fault.startswith("broken"):
+                assert any(at - 1 <= a.end and a.start <= at + 12 for at in routers), f"{a} broke off without a word"
+
+
+def remove_marked(mark: str) -> None:
+    """What a failed run of the stand-in has left in /dev/shm."""
+    for path in SHARED_MEMORY.glob(f"psm_{mark}_*"):
+        path.unlink(missing_ok=True)
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+    return "gone"
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose name leaves room for that of a socket."""
+    folder = Path(tempfile.mkdtemp(prefix="kills-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- the stand-in
+
+
+WEIGHTS = {
+    **{"verifier": 4, "engine's guard": 3, "engine's server": 3, "engine core": 2},
+    **{"draft": 5, "router": 5, "verifier's guard": 1, "draft's guard": 1, "router's guard": 1},
+}
+
+
+@dataclass
+class Report:
+    """What a series of kills came to."""
+
+    kills: list[Kill]
+    asked: list[Asked]
+
+    @property
+    def failed(self) -> int:
+        return sum(bool(a.fault) for a in self.asked)
+
+
+def kill_stand_in(count: int, seed: int | str, say: Callable[[str], None] = lambda _: None) -> Report:
+    """A stack around the stand-in, killed `count` times with streams in flight. Fails on the first thing that is
+    not as it should be."""
+    mark, rng = f"kills{uuid.uuid4().hex[:12]}", random.Random(seed)
+    foreign = [SHARED_MEMORY / f"{prefix}{uuid.uuid4().hex[:8]}-{mark[::-1]}" for prefix in ("specdec-", "psm_")]
+    files_before = len(os.listdir("/proc/self/fd"))
+    with short_folder() as folder, contextlib.ExitStack() as stack_of:
+        for path in foreign:
+            path.write_bytes(b"somebody else's")
+            stack_of.callback(path.unlink, missing_ok=True)
+        path = os.pathsep.join([str(TESTS / "stand_in_engine"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        env = {"PYTHONPATH": path, "STAND_IN_MARK": mark, "STAND_IN_LOAD_S": "0.2"}
+        with mock.patch("specdec.stack.free_ports", low_ports):
+            stack = Stack("stand-in", folder, env={**env, "TMPDIR": str(folder)})
+        stack_of.callback(remove_marked, mark)
+        stack_of.enter_context(stack)
+        client = stack_of.enter_context(httpx.Client(timeout=15, trust_env=False, verify=False))
+        serial = 0
+
+        def works() -> None:
+            nonlocal serial
+            stack.wait_ready(WORKS_S)
+            end, fault = time.monotonic() + WORKS_S, "nothing asked"
+            while fault or not drafts_accepted(client, stack.url):
+                assert time.monotonic() < end, f"{fault}\n{stack.router.tail()}\n{stack.verifier.tail()}"
+                serial += 1
+                fault = ask(client, stack.url, f"does it work {serial}", 30).fault
+
+        works()
+        campaign = Campaign(stack, mark, works, rng, say)
+        with Clients(stack.url) as clients:
+            campaign.run(count, WEIGHTS)
+        campaign.check(clients.asked)
+        assert sum(not a.fault for a in clients.asked) >= count
+        segment = segment_path(stack.pair)
+        stack.stop()
+        assert until(lambda: not processes_with(mark), GONE_S)
+        assert not segment.exists()
+        assert not [p for p in SHARED_MEMORY.iterdir() if mark in p.name]
+        assert all(path.read_bytes() == b"somebody else's" for path in foreign)
+        client.close()
+    assert len(os.listdir("/proc/self/fd")) <= files_before + 2
+    return Report(campaign.kills, clients.asked)
+
+
+@pytest.mark.parametrize(
+    ("kills", "seeds"),
+    [(10, ["1"]), pytest.param(20, ["2", "3"], marks=pytest.mark.engine, id="40 more, which take a minute")],
+)
+def test_killed_anywhere_at_any_moment_it_starts_again_and_works(kills: int, seeds: list[str]):
+    """Every kill costs the start of a process or three, half a second of a processor each, so fifty of them are too
+    slow for the quick tests. The others run two stacks side by side."""
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        reports = list(pool.map(lambda seed: kill_stand_in(kills, seed), seeds))
+    assert all(len(report.kills) == kills for report in reports)
+
+
+def drafts_accepted(client: httpx.Client, url: str) -> bool:
+    """Whether a request is answered with the draft's help."""
+    body = {"model": "stand-in", "prompt": f"helped {uuid.uuid4().hex}", "max_tokens": 40, "stream": True}
+    with contextlib.suppress(httpx.HTTPError):
+        text = client.post(f"{url}/v1/completions", json=body).text
+        usages = [line for line in text.splitlines() if '"accepted_prediction_tokens":' in line]
+        return bool(usages) and '"accepted_prediction_tokens":0' not in usages[0]
+    return False
+
+
+KILLED_CORE = """
+import os, sys, time
+from multiprocessing import resource_tracker, shared_memory
+resource_tracker.register = lambda *_: None
+if (core := os.fork()) == 0:
+    shared = shared_memory.SharedMemory(sys.argv[1], create=True, size=4096)
+    time.sleep(2)
+    os.kill(os.getpid(), 9)
+os.waitpid(core, 0)
+time.sleep(0.2)
+sys.exit(1)
+"""
+
+
+def test_shared_memory_of_a_core_that_was_killed_under_its_server_is_removed():
+    """As the kernel does when memory runs out: when the guard comes to look, nobody has it mapped any more."""
+    name = f"psm_{uuid.uuid4().hex}"
+    command = guard.Guarded([sys.executable, "-c", KILLED_CORE, name])
+    try:
+        assert until((SHARED_MEMORY / name).exists)
+        assert until(lambda: command.poll() == 1, 20)
+        assert not (SHARED_MEMORY / name).exists()
+    finally:
+        command.stop(0)
+        (SHARED_MEMORY / name).unlink(missing_ok=True)
+
+
+# ---- the real engine
+
+REAL = ("verifier", "draft", "router", "draft", "engine core")  # the first while the model is loaded
+REAL_WEIGHTS = {"draft": 6, "router": 4, "verifier": 1, "engine's guard": 1, "engine's server": 1, "engine core": 1}
+REAL_CASES = (0, 2, 14, 15, 16, 17, 21, 29)  # of CASES
+
+
+def kill_real(
+    model: Path,
+    plan: Sequence[str],
+    seed: int | str,
+    say: Callable[[str], None] = lambda _: None,
+    expected: Sequence[Completion] | None = None,
+) -> Report:
+    """The stack around vLLM and the demo model, killed as planned, the first time while it loads the model. After each
+    kill the answers are `expected`, or those the stack gave first, without speculation."""
+    mark, rng = f"kills{uuid.uuid4().hex[:12]}", random.Random(seed)
+    cases = [CASES[i] for i in REAL_CASES]
+    with short_folder() as folder, ThreadPoolExecutor(len(cases)) as pool:
+        with mock.patch("specdec.stack.free_ports", low_ports):
+            arguments = {"vllm_args": VLLM_ARGS, "verifier_args": ["--max-num-seqs", "16"]}
+            stack = Stack(model, folder, env={"STAND_IN_MARK": mark, "TMPDIR": str(folder)}, **arguments)
+        with stack:
+
+            def answers(**fields: Any) -> list[Completion]:
+                return list(pool.map(lambda case: complete(stack.url, case, **fields), cases))
+
+            def works() -> None:
+                stack.wait_ready(LOADS_S)
+                if expected is not None:
+                    now = answers()
+                    assert [a.ids for a in now] == [e.ids for e in expected]
+                    assert any(a.usage["completion_tokens_details"]["accepted_prediction_tokens"] for a in now)
+
+            campaign = Campaign(stack, mark, works, rng, say)
+            if plan[0] in VERIFIER_SIDE:
+                assert until(lambda: "engine's server" in victims(stack), LOADS_S)
+                time.sleep(rng.uniform(1, 8))
+                campaign.kill(plan[0], wait=True, starting=True)
+                plan = plan[1:]
+            works()
+            if expected is None:
+                expected = answers(speculative="off")
+                works()
+            for victim in plan:
+                pending = [pool.submit(complete, stack.url, case) for case in cases]
+                time.sleep(rng.uniform(0.2, 1.5))
+                campaign.kill(victim, wait=False, starting=False)
+                for answer, right in zip(pending, expected, strict=True):
+                    error = answer.exception(120)
+                    assert error is None or victim not in DRAFT_ONLY, f"a stream failed with its {victim}: {error}"
+                    assert error is not None or answer.result().ids == right.ids
+                works()
+                campaign.measure()
+        assert until(lambda: not processes_with(mark), GONE_S)
+        assert not segment_path(stack.pair).exists()
+    return Report(campaign.kills, [])
+
+
+@pytest.mark.engine
+def test_the_real_engine_killed_in_its_start_and_while_it_serves_works_again(model: Path, oracle: Oracle):
+    report = kill_real(model, REAL, 1, expected=[oracle.answers[i] for i in REAL_CASES])
+    assert [kill.victim for kill in report.kills] == list(REAL)

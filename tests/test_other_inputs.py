@@ -1,0 +1,105 @@
+"""Adapters: drafts change nothing about answers to requests that are more than text for one model."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engine_prompts import Body, Document, ask_all, counted, knowing_drafts, same, sequences
+from specdec.stack import Plain, Stack
+
+pytestmark = pytest.mark.engine
+ARGS = [
+    *("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--served-model-name", "demo"),
+    *("--max-num-batched-tokens", "256", "--block-size", "32", "--enable-prefix-caching"),
+]
+PROMPTS = ("Once upon a time, in a small town", "1, 2, 3, 4, 5, 6, 7,", "The capital of France is", "def add(a, b):")
+
+
+def plain_answers(model: Path, folder: Path, args: Sequence[str], bodies: Sequence[Body]) -> list[Document]:
+    """What vLLM without plug-ins answers."""
+    plain = Plain(model, folder, args)
+    try:
+        plain.wait_ready(300)
+        return ask_all(plain.url, bodies)
+    finally:
+        plain.process.stop()
+
+
+def compare_with_drafts(
+    model: Path, folder: Path, args: Sequence[str], bodies: Sequence[Body], expected: list[Document]
+) -> None:
+    """Asks the stack, with drafts that are right and drafts that are often not."""
+    oracle = folder / "oracle.json"
+    oracle.write_text(json.dumps(sequences(expected)))
+    with Stack(
+        model,
+        folder,
+        drafter="fake_drafters:Perfect",
+        router_args=["--policy", "fixed", "--steps", "4", "--window", "4"],
+        verifier_args=["--max-num-seqs", "16"],
+        vllm_args=args,
+        env=knowing_drafts(oracle),
+    ) as stack:
+        for drafter in ("Perfect", "Noisy"):
+            if stack.drafter != f"fake_drafters:{drafter}":
+                stack.start_draft(f"fake_drafters:{drafter}")
+            stack.wait_ready(300)
+            accepted = []
+            for body, right, got in zip(bodies, expected, ask_all(stack.url, bodies), strict=True):
+                same(right, got, str(body)[:300])
+                accepted.append(counted(body, got))
+            if drafter == "Perfect":
+                assert sum(accepted) > sum(right["usage"]["completion_tokens"] for right in expected) / 3
+            assert sum(count > 0 for count in accepted) > len(bodies) * 0.8
+
+
+def make_adapter(model: Path, folder: Path, seed: int) -> Path:
+    """A LoRA adapter of random numbers, in PEFT's format."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    shapes = {  # (in, out)
+        "self_attn.q_proj": (hidden, config["num_attention_heads"] * head),
+        "self_attn.v_proj": (hidden, config["num_key_value_heads"] * head),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    rank, dice = 8, torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (size_in, size_out) in shapes.items():
+            key = f"base_model.model.model.layers.{layer}.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn(rank, size_in, generator=dice) / size_in**0.5
+            tensors[f"{key}.lora_B.weight"] = torch.randn(size_out, rank, generator=dice) * 0.02
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "bias": "none"}
+            | {"target_modules": [name.partition(".")[2] for name in shapes], "base_model_name_or_path": str(model)}
+        )
+    )
+    return folder
+
+
+def test_requests_of_several_adapters_and_of_none_share_cycles(model: Path, tmp_path: Path):
+    """There is one place for adapters more than adapters: a token of none takes the last place's (vLLM's CPU kernels
+    index with -1), which must stay empty."""
+    names = ("demo", "a", "b", "c")
+    modules = [f"{name}={make_adapter(model, tmp_path / name, ord(name))}" for name in names[1:]]
+    args = [*ARGS, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8", "--lora-modules", *modules]
+    bodies: list[Body] = [
+        {"model": name, "prompt": prompt, "max_tokens": 20 + 4 * i, "logprobs": 1}
+        for i, prompt in enumerate(PROMPTS)
+        for name in names
+    ]
+    expected = plain_answers(model, tmp_path, args, bodies)
+    assert [document["model"] for document in expected] == [body["model"] for body in bodies]
+    answers = [document["choices"][0]["token_ids"] for document in expected]
+    by_name = [answers[i :: len(names)] for i in range(len(names))]
+    assert all(left != right for i, left in enumerate(by_name) for right in by_name[:i])
+    compare_with_drafts(model, tmp_path, args, bodies, expected)
