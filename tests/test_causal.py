@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from specdec.draft.drafters import DraftSession
+from specdec.draft.drafters import DraftSession, load_drafter
 from specdec.draft.drafters.causal import CausalDrafter
 from specdec.draft.model.kv import SMALLEST
-from specdec.errors import CheckpointError
+from specdec.errors import CheckpointError, SettingsError
 
 torch.set_num_threads(1)  # tiny tensors
 
@@ -147,6 +147,14 @@ def test_what_is_not_computed_here_is_refused_by_name(tmp_path, config, why):
     save(tmp_path, config)
     with pytest.raises(CheckpointError, match=why):
         CausalDrafter(tmp_path)
+
+
+def test_the_command_line_names_it(small):
+    assert isinstance(load_drafter("causal", model=small[1]), CausalDrafter)
+    with pytest.raises(SettingsError, match="--model"):
+        load_drafter("causal")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_drafter("causal", model=Path("/nowhere"))
 
 
 def test_missing_files_are_named(tmp_path):

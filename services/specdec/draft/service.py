@@ -24,7 +24,13 @@ class DraftService:
     def __init__(self, settings: DraftSettings) -> None:
         self._settings = settings
         self._path = segment_path(settings.pair)
-        self._drafter = load_drafter(settings.drafter)
+        self._drafter = load_drafter(
+            settings.drafter,
+            model=settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            memory_gb=settings.memory_gb,
+        )
         self._metrics = DraftMetrics()
         self._stopping = threading.Event()
         self._engine: DraftEngine | None = None

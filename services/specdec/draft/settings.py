@@ -1,6 +1,7 @@
 """The draft's settings."""
 
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from pydantic import Field
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
@@ -17,7 +18,15 @@ class DraftSettings(Settings):
 
     pair: str = Field("default", description="name of the pair, as the verifier's --pair")
     drafter: str = Field(
-        "ngram", description="'ngram' (prompt lookup, no weights), or 'module:Class' with the two methods of Drafter"
+        "ngram",
+        description="'ngram' (prompt lookup, no weights), 'causal' (a small model, --model), or 'module:Class' with "
+        "the two methods of Drafter",
+    )
+    model: Path | None = Field(None, description="folder of the draft's weights, in transformers' format")
+    device: str = Field("cpu", description="where the weights go: 'cpu', 'cuda:0', ...")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type the draft computes in")
+    memory_gb: float = Field(
+        1.0, gt=0, description="GiB for keys and values; sessions beyond it, least recently used first, go on plainly"
     )
     trust_vocabulary: CliImplicitFlag[bool] = Field(
         False, description="draft even where the drafter's tokenizer is not the target's"

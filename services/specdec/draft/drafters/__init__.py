@@ -1,6 +1,6 @@
 """Drafters: what turns a session's committed tokens into k guesses.
 
-A drafter is two verbs. Built in: `ngram`. Any other class is named `module:Class`, and made with no arguments.
+A drafter is two verbs. Built in: `ngram`, `causal`. Any other class is named `module:Class`, made with no arguments.
 Where it has limits of its own it also says so:
 
     context_limit: int          # most tokens a session may have, drafts included; longer ones are decoded plainly
@@ -9,8 +9,10 @@ Where it has limits of its own it also says so:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, cast
 
+from specdec.errors import SettingsError
 from specdec.plugins import make
 
 
@@ -41,10 +43,21 @@ class Drafter(Protocol):
         ...
 
 
-def load_drafter(name: str) -> Drafter:
-    """A built-in drafter by its name, or `module:Class`. Raises SettingsError if there is none such."""
+def load_drafter(
+    name: str, *, model: Path | None = None, device: str = "cpu", dtype: str = "float32", memory_gb: float = 1.0
+) -> Drafter:
+    """A built-in drafter by its name, or `module:Class`; the others are for drafters with weights.
+
+    Raises SettingsError if there is none such, CheckpointError if `model` cannot be a draft.
+    """
+    if name == "causal":
+        if model is None:
+            raise SettingsError("--drafter causal needs --model: the folder of a small model of the target's family")
+        from specdec.draft.drafters.causal import CausalDrafter
+
+        return CausalDrafter(model, device=device, dtype=dtype, memory_bytes=int(memory_gb * 2**30))
     if name == "ngram":
         from specdec.draft.drafters.ngram import NgramDrafter
 
         return NgramDrafter()
-    return cast(Drafter, make("--drafter", name, ("ngram",), ("propose", "forget")))
+    return cast(Drafter, make("--drafter", name, ("ngram", "causal"), ("propose", "forget")))

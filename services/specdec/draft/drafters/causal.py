@@ -11,16 +11,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
 from specdec.draft.drafters import DraftSession
 from specdec.draft.model.decoder import CausalModel, Pass, Span
 from specdec.draft.model.kv import SMALLEST, KvPool, Run
 from specdec.draft.model.steps import EagerSteps, GraphSteps, Row
 from specdec.draft.model.weights import Weights
-from specdec.errors import SettingsError
+from specdec.errors import CheckpointError, SettingsError
 
 log = logging.getLogger(__name__)
 _PASS_TOKENS = 2048  # more in one pass would make other sessions wait
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        log.warning("%s has no tokenizer: whether its token ids are the target's is not checked", folder)
+        return None
+    vocabulary: dict[str, int] = AutoTokenizer.from_pretrained(folder).get_vocab()
+    return vocabulary
 
 
 @dataclass(eq=False)
@@ -46,20 +55,21 @@ class CausalDrafter:
         folder: Path,
         *,
         device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: str = "float32",
         memory_bytes: int = 1 << 30,
         max_batch: int = 64,
         max_steps: int = 8,
     ) -> None:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(folder)
-        self._device = torch.device(device)
-        self._model = CausalModel(config, Weights(folder, self._device, dtype))
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} is no model folder: it has no config.json")
+        kind: torch.dtype = getattr(torch, dtype)
+        self._device, self._max_steps = torch.device(device), max_steps
+        self._model = CausalModel(AutoConfig.from_pretrained(folder), Weights(folder, self._device, kind))
+        self.vocabulary = _vocabulary(folder)
         shape = self._model.shape
         layers = len(self._model.layers)
-        cell = KvPool.cell_bytes(layers, shape.kv_heads, shape.head_size, dtype)
-        self._pool = KvPool(layers, shape.kv_heads, shape.head_size, memory_bytes // cell, self._device, dtype)
+        cell = KvPool.cell_bytes(layers, shape.kv_heads, shape.head_size, kind)
+        self._pool = KvPool(layers, shape.kv_heads, shape.head_size, memory_bytes // cell, self._device, kind)
         self._steps: EagerSteps | GraphSteps
         if self._device.type == "cuda":
             spare = self._pool.cells.take(SMALLEST)
@@ -78,6 +88,7 @@ class CausalDrafter:
 
     def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
         """Greedy drafts; none for a session that finds no room in memory."""
+        steps = [min(k, self._max_steps) for k in steps]
         most = max(steps, default=0)  # a batch's steps are one number on CUDA, and each writes a cell of every row
         rooms = [self._room(session, len(session.tokens) + most, sessions) for session in sessions]
         served = [i for i, room in enumerate(rooms) if room is not None]
