@@ -20,7 +20,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-_LOOK_S = 1.0  # what was mapped is remembered: whoever mapped it may have died by itself by the time of clearing up
+# What was mapped is remembered: whoever mapped it may have died by itself by the time of clearing up. Nearly all of it
+# is made while a command starts; looking for new names costs microseconds.
+_LOOK_S, _STARTING_S = 0.02, 60.0
+_LOOK_LATER_S = 0.5
+_FRESH_S = 2.0  # a new name is looked for in the group's maps for so long: it is mapped soon, or another's
 
 
 class Guarded:
@@ -92,6 +96,10 @@ def _shared_memory(group: int) -> set[str]:
     return found
 
 
+def _python_shared_memory() -> list[str]:
+    return [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith("psm_")]
+
+
 def _remove(paths: set[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):  # its maker has removed it, as it should
@@ -111,9 +119,14 @@ def _main(read_end: int, command: list[str]) -> int:
 
     def look() -> None:
         nonlocal seen
+        known: dict[str, float] = {}
+        started = time.monotonic()
         while True:
-            seen = seen | _shared_memory(os.getpgrp())
-            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            fresh = [path for path in _python_shared_memory() if now - known.setdefault(path, now) < _FRESH_S]
+            if any(path not in seen for path in fresh):
+                seen = seen | _shared_memory(os.getpgrp())
+            time.sleep(_LOOK_S if fresh or now - started < _STARTING_S else _LOOK_LATER_S)
 
     def watch() -> None:
         os.read(read_end, 1)
