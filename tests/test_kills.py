@@ -331,7 +331,6 @@ def kill_stand_in(count: int, seed: int | str, say: Callable[[str], None] = lamb
     not as it should be."""
     mark, rng = f"kills{uuid.uuid4().hex[:12]}", random.Random(seed)
     foreign = [SHARED_MEMORY / f"{prefix}{uuid.uuid4().hex[:8]}-{mark[::-1]}" for prefix in ("specdec-", "psm_")]
-    files_before = len(os.listdir("/proc/self/fd"))
     with short_folder() as folder, contextlib.ExitStack() as stack_of:
         for path in foreign:
             path.write_bytes(b"somebody else's")
@@ -367,7 +366,6 @@ def kill_stand_in(count: int, seed: int | str, say: Callable[[str], None] = lamb
         assert not [p for p in SHARED_MEMORY.iterdir() if mark in p.name]
         assert all(path.read_bytes() == b"somebody else's" for path in foreign)
         client.close()
-    assert len(os.listdir("/proc/self/fd")) <= files_before + 2
     return Report(campaign.kills, clients.asked)
 
 
@@ -378,9 +376,11 @@ def kill_stand_in(count: int, seed: int | str, say: Callable[[str], None] = lamb
 def test_killed_anywhere_at_any_moment_it_starts_again_and_works(kills: int, seeds: list[str]):
     """Every kill costs the start of a process or three, half a second of a processor each, so fifty of them are too
     slow for the quick tests. The others run two stacks side by side."""
+    files_before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(len(seeds)) as pool:
         reports = list(pool.map(lambda seed: kill_stand_in(kills, seed), seeds))
     assert all(len(report.kills) == kills for report in reports)
+    assert len(os.listdir("/proc/self/fd")) <= files_before + 2
 
 
 def drafts_accepted(client: httpx.Client, url: str) -> bool:
