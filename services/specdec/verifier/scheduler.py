@@ -17,11 +17,9 @@ from vllm.v1.request import Request
 
 from specdec.channel.segment import Role, Segment
 from specdec.errors import SetupError
-from specdec.verifier import seams
+from specdec.verifier import SEGMENT_VARIABLE, seams
 from specdec.verifier.link import Deadline, Link, Session
 from specdec.vocabulary import UNREADABLE, Vocabulary
-
-SEGMENT_VARIABLE = "SPECDEC_SEGMENT"
 
 
 class _NoSteps:

@@ -22,6 +22,7 @@ from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.serve import listen, serving
 from specdec.telemetry import PairMetrics, health_app
+from specdec.verifier import SEGMENT_VARIABLE
 from specdec.verifier.control import Control
 from specdec.verifier.seams import vllm_version
 from specdec.verifier.settings import VerifierSettings
@@ -113,7 +114,7 @@ class Supervisor:
             pb_grpc.add_SpeculationServicer_to_server(self._control, server)
             server.add_insecure_port(f"{self._address}:{s.control_port}")
             sockets = tempfile.TemporaryDirectory(prefix="specdec-vllm-")  # vLLM leaves its sockets where it makes them
-            variables = {"SPECDEC_SEGMENT": str(segment.path), "VLLM_RPC_BASE_PATH": sockets.name}
+            variables = {SEGMENT_VARIABLE: str(segment.path), "VLLM_RPC_BASE_PATH": sockets.name}
             engine = Guarded(self._command, env=engine_environment(**variables))
             self._control.start()
             try:

@@ -3,13 +3,13 @@
 import os
 from typing import Any
 
-_SEGMENT_VARIABLE = "SPECDEC_SEGMENT"  # set by the verifier: any other vLLM of this environment is left as it is
+from specdec.verifier import SEGMENT_VARIABLE
 
 
 def register() -> None:
     """The entry point. May be called several times in a process."""
-    if _SEGMENT_VARIABLE not in os.environ:
-        return
+    if SEGMENT_VARIABLE not in os.environ:
+        return  # not a verifier's vLLM
     from vllm.sampling_params import SamplingParams
 
     SamplingParams._validate_spec_decode = _say_why
@@ -20,9 +20,6 @@ def _say_why(self: Any, speculative_config: Any) -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import _SAMPLING_EPS
 
-    refused = [
-        name for name, is_set in (("min_p", self.min_p > _SAMPLING_EPS), ("logit_bias", self.logit_bias)) if is_set
-    ]
     if speculative_config is None:
         return
     if self.logprob_token_ids is not None:
@@ -31,6 +28,9 @@ def _say_why(self: Any, speculative_config: Any) -> None:
             "drafts are verified. A server without speculation takes it.",
             parameter="logprob_token_ids",
         )
+    refused = [
+        name for name, is_set in (("min_p", self.min_p > _SAMPLING_EPS), ("logit_bias", self.logit_bias)) if is_set
+    ]
     if refused:
         raise VLLMValidationError(
             f"{' and '.join(refused)} cannot be used here: vLLM's CPU runner applies it to the last token of a "

@@ -34,17 +34,23 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 
 @dataclass(eq=False)
 class _State:
+    """What a session's cells hold: its first `committed` tokens, which never change, and the drafts fed after them."""
+
     run: Run
-    fed: list[int] = field(default_factory=list)  # the tokens whose keys and values the run holds, from its start
+    committed: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def cells(self) -> int:
+        return self.committed + len(self.drafts)
 
     def valid(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` need not be fed: at most all but the last, whose logits are wanted."""
-        limit = min(len(self.fed), len(tokens) - 1)
-        known = next((i for i in range(self.agreed, limit) if self.fed[i] != tokens[i]), limit)
-        self.agreed = min(known, limit)
-        return self.agreed
-
-    agreed: int = 0  # up to here `fed` is known to be the session's own tokens, which never change
+        came = tokens[self.committed : self.cells]
+        right = next(
+            (i for i, (draft, token) in enumerate(zip(self.drafts, came, strict=False)) if draft != token), len(came)
+        )
+        return min(self.committed + right, len(tokens) - 1)
 
 
 class CausalDrafter:
@@ -114,7 +120,7 @@ class CausalDrafter:
         ]
         drafts = self._steps.run(rows, steps)
         for state, session, ids in zip(states, sessions, drafts, strict=True):
-            state.fed = [*session.tokens, *ids[:-1]]
+            state.committed, state.drafts = len(session.tokens), ids[:-1]
         return drafts
 
     @torch.inference_mode()
@@ -152,7 +158,7 @@ class CausalDrafter:
             if state is None:
                 state = self._states[session] = _State(run)
             else:
-                self._pool.move(state.run, run, len(state.fed))
+                self._pool.move(state.run, run, state.cells)
                 self._pool.cells.give_back(state.run)
                 state.run = run
         self._states.move_to_end(session)

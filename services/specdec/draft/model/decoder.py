@@ -6,6 +6,7 @@ a position again simply overwrites it, and a rejected draft needs no undoing.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Pass:
     firsts: torch.Tensor  # [T] int64: the first cell of each token's run
     spans: tuple[Span, ...] | None = None  # the same, session by session
 
-    @property
+    @cached_property
     def cells(self) -> torch.Tensor:  # [T] int64: where each token's keys and values go
         return self.firsts + self.positions
 
