@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from specdec.draft.drafters import DraftSession
@@ -74,32 +74,34 @@ class PastEnd(Perfect):
         return kept + [self._random.randrange(VOCABULARY) for _ in range(k - len(kept))]
 
 
-class OutOfMemory(Perfect):
-    """Right, but for a while each proposal raises what a full device does."""
+class InTrouble(Perfect):
+    """Right, and in trouble for as long as a file lies beside its own."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls = count()
+        self._trouble = trouble_file(Path(os.environ["SPECDEC_TEST_ORACLE"]))
+
+
+class OutOfMemory(InTrouble):
+    """In trouble each proposal raises what a full device does."""
 
     def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
-        if 12 <= next(self._calls) < 40:
+        if self._trouble.exists():
             raise MemoryError
         return super().propose(sessions, steps)
 
 
-class Slowing(Perfect):
-    """Right, at an even pace; for two seconds in between at a fifth of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls = count()
-        self._slow_until_s = 0.0
+class Slowing(InTrouble):
+    """At an even pace; in trouble at a fifth of it."""
 
     def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
-        if next(self._calls) == 40:
-            self._slow_until_s = time.monotonic() + 2
-        time.sleep(0.05 if time.monotonic() < self._slow_until_s else 0.01)
+        time.sleep(0.05 if self._trouble.exists() else 0.01)
         return super().propose(sessions, steps)
+
+
+def trouble_file(oracle: Path) -> Path:
+    """What brings a draft into trouble."""
+    return oracle.with_suffix(".trouble")
 
 
 class Bigrams(Perfect):

@@ -3,6 +3,7 @@
 import random
 import signal
 import struct
+import threading
 import time
 import zlib
 from collections import namedtuple
@@ -1478,3 +1479,54 @@ def test_a_fixed_deadline_stays():
         deadline.observe(0.0001)
         deadline.observe(3)
     assert deadline.seconds == 0.1
+
+
+class FakePaced:
+    """Proposes one token, `pace_s` after it was asked."""
+
+    pace_s = 0.0
+
+    def propose(self, sessions, steps):
+        time.sleep(self.pace_s)
+        return [[5] for _ in sessions]
+
+    def forget(self, session): ...
+
+
+@pytest.mark.parametrize("change", ["another draft", "the same draft"])
+def test_a_draft_that_has_become_slower_is_waited_for_again(pair, change):
+    """However long the quick one was known."""
+    pair.link.deadline = Deadline(floor_s=0.005, cap_s=0.25)
+    session = pair.open()
+
+    def start():
+        engine = DraftEngine(Segment.attach(pair.path, Role.DRAFT), drafter, DraftMetrics())
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        return engine, thread
+
+    def stop():
+        engine.stop()
+        thread.join(10)
+        engine._segment.close()
+
+    def answered(times, within_s):
+        end = time.monotonic() + within_s
+        while times and time.monotonic() < end:
+            times -= session in pair.ask(session)
+            time.sleep(0.001)
+        return not times
+
+    drafter = FakePaced()
+    engine, thread = start()
+    try:
+        assert answered(600, 60)
+        assert pair.link.deadline.seconds < 0.05
+        if change == "another draft":
+            stop()
+            pair.link.begin()
+            engine, thread = start()
+        drafter.pace_s = 0.08
+        assert answered(5, 5)
+    finally:
+        stop()

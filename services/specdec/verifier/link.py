@@ -113,7 +113,12 @@ class Deadline:
     def __init__(self, floor_s: float = 0.002, cap_s: float = 0.25) -> None:
         self.floor_s, self.cap_s = floor_s, cap_s
         self._seen: deque[float] = deque(maxlen=512)
-        self._limit_s = cap_s  # until enough is known
+        self.relearn()
+
+    def relearn(self) -> None:
+        """Forgets the pace it knew: there is another draft, or this one has another pace."""
+        self._seen.clear()
+        self._limit_s = self.cap_s  # until enough is known
         self._until_next = 16
 
     @property
@@ -337,6 +342,7 @@ class Link:
         if self._draft_up and generation != self._generation_known:
             self._generation_known = generation
             self._unanswered, self._misses, self._ask_at_s = None, 0, 0.0
+            self.deadline.relearn()
             self._resync()
         if self._unanswered:
             self._take_late_answers(*self._unanswered)
@@ -354,6 +360,8 @@ class Link:
         for body in self._proposals.read_all():
             self.counts.late += 1
             if _cycle_of(body) == asked_cycle:
+                if self._misses > 1:  # a few hundred answers at its old pace would outvote the new one for minutes
+                    self.deadline.relearn()
                 self.deadline.observe(waited_s)
                 self._unanswered = None
         if waited_s > _LOST_AFTER_S and self._outcomes_read.value == self._outcome_bell.value:
