@@ -33,7 +33,7 @@ from specdec.channel.layout import (
     Layout,
 )
 from specdec.channel.segment import Role, Segment, now_ns, segment_path
-from specdec.draft.drafters import load_drafter
+from specdec.draft.drafters import DraftSession, States, load_drafter
 from specdec.draft.engine import DraftEngine
 from specdec.errors import SettingsError, VocabularyMismatch
 from specdec.telemetry import DraftMetrics
@@ -452,6 +452,103 @@ def test_a_second_draft_waits_for_the_first_and_ends_while_it_waits(pair_name):
             assert draft.becomes(503, "is the verifier running?")
             code, seconds = draft.terminate()
             assert (code, seconds < 3) == (0, True)
+
+
+# ---- the time between outcomes
+
+
+class FakeAhead(FakeDrafter):
+    """Has three pieces of work after every outcome, and may fail at one."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.pieces, self.ahead_fault = 0, [], None
+
+    def propose(self, sessions, steps):
+        self.left = 3
+        return super().propose(sessions, steps)
+
+    def ahead(self, sessions):
+        self.left -= 1
+        self.pieces.append(sorted(session.id for session in sessions))
+        if self.ahead_fault:
+            raise self.ahead_fault
+        return self.left > 0
+
+
+def test_a_drafter_works_ahead_for_all_sessions_until_it_has_no_more(verifier):
+    with RunningDraft(verifier.owner.path, FakeAhead()) as draft:
+        verifier.tell((1, 1, OPEN, 2, 0, [5]), (2, 1, OPEN, 0, 0, [6]))
+        assert verifier.proposal()
+        assert until(lambda: len(draft.drafter.pieces) == 3)
+        time.sleep(0.2)
+        assert draft.drafter.pieces == [[1, 2]] * 3
+        verifier.tell((1, 1, COMMIT, 2, 1, [6]))
+        assert verifier.proposal()
+        assert until(lambda: len(draft.drafter.pieces) == 6)
+
+
+def test_an_outcome_comes_before_work_ahead_that_never_ends(verifier):
+    with RunningDraft(verifier.owner.path, FakeAhead()) as draft:
+        draft.drafter.ahead = draft.engine._ahead = lambda sessions: time.sleep(0.001) or True
+        for cycle in range(1, 20):
+            verifier.tell((1, 1, OPEN, 2, 0, [5]))
+            assert verifier.proposal(1)[0] == cycle
+        verifier.owner.close()
+        draft.thread.join(5)
+        assert not draft.thread.is_alive(), "it saw that its verifier is gone"
+
+
+def test_work_ahead_that_fails_costs_nothing_else(verifier):
+    with RunningDraft(verifier.owner.path, FakeAhead()) as draft:
+        draft.drafter.ahead_fault = MemoryError()
+        for _ in range(2):
+            verifier.tell((1, 1, OPEN, 2, 0, [5]))
+            assert verifier.proposal()[1] == [(1, 1, [6, 7])]
+        assert until(lambda: draft.count("faults_total") == 2)
+        assert len(draft.drafter.pieces) == 2
+
+
+# ---- hidden states of the target
+
+
+def handed(position, *tokens):
+    """States whose rows say which token of which position they are."""
+    rows = np.array([[position + i, token] for i, token in enumerate(tokens)], np.float32)
+    return States(position, tokens, rows, "float32")
+
+
+def settled(session):
+    return [row for states in session.settled() for row in states.rows.tolist()]
+
+
+def test_states_of_committed_tokens_settle_however_the_prompt_was_cut():
+    for cut in (1, 2, 3, 7):
+        session = DraftSession(1, 1, [10, 11, 12, 13, 14, 15, 16])
+        for at in range(0, 7, cut):
+            session.states.append(handed(at, *session.tokens[at : at + cut]))
+        assert settled(session) == [[i, 10 + i] for i in range(7)]
+        assert settled(session) == []
+        assert not session.states
+
+
+def test_states_after_a_rejected_draft_are_dropped_and_come_anew():
+    session = DraftSession(1, 1, [10, 11])
+    session.states.append(handed(1, 11, 12, 99, 14))  # drafts 12, 99, 14 were fed
+    assert settled(session) == [], "it is not known yet what stands"
+    session.tokens += [12, 13]  # 12 was accepted, 13 came from the target
+    session.states.append(handed(3, 13, 14))
+    assert settled(session) == [[1, 11], [2, 12]]
+    session.tokens += [14, 15]
+    assert settled(session) == [[3, 13], [4, 14]]
+
+
+def test_states_whose_next_pass_was_lost_do_not_stand_for_it():
+    """At position 3 token 14 was fed after a rejected one, and stands there now after another."""
+    session = DraftSession(1, 1, [10, 11])
+    session.states.append(handed(1, 11, 99, 14))
+    session.tokens += [12, 14, 15]
+    assert settled(session) == [[1, 11]]
 
 
 # ---- what the drafter says of itself

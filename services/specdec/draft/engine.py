@@ -3,12 +3,13 @@
 outcome = outcomes.wait()                     # what the verifier committed, and who wants drafts
 sessions = apply(outcome)                     # open, advance, close
 proposals.write(drafter.propose(sessions))    # k tokens each, tagged with the outcome's cycle
+drafter.ahead(all sessions)                   # until the next outcome, where the drafter can
 """
 
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice, takewhile
 from operator import index
 
@@ -43,6 +44,7 @@ class DraftEngine:
         self._segment, self._drafter, self._metrics = segment, drafter, metrics
         self._context_limit: int | None = getattr(drafter, "context_limit", None)
         self._vocabulary: Mapping[str, int] | None = None if trust_vocabulary else getattr(drafter, "vocabulary", None)
+        self._ahead: Callable[[Collection[DraftSession]], bool] | None = getattr(drafter, "ahead", None)
         self._max_steps = segment.layout.max_steps
         self._beat = segment.word("draft.beat_ns")
         self._outcomes, self._proposals = segment.reader("outcomes"), segment.writer("proposals")
@@ -66,9 +68,10 @@ class DraftEngine:
         self._outcomes.skip_to_end()
         self._beat.value = now_ns()
         self._ask_for_all()
+        more, looked_s = False, 0.0  # work ahead of the next outcome
         try:
             while not self._stopped.is_set():
-                body = self._outcomes.wait(_IDLE_S)
+                body = self._outcomes.wait(0 if more else _IDLE_S)
                 self._beat.value = now_ns()
                 if self._outcomes.garbage != self._garbage_seen:
                     self._metrics.garbage.inc(self._outcomes.garbage - self._garbage_seen)
@@ -76,8 +79,13 @@ class DraftEngine:
                     self._ask_for_all()  # a frame was lost, and with it some session's tokens
                 if body is not None:
                     self.answer(body)
-                elif self._left_alone:
-                    return
+                    more = self._ahead is not None
+                    continue
+                more = more and self._work_ahead()
+                if time.monotonic() - looked_s >= _IDLE_S:
+                    looked_s = time.monotonic()
+                    if self._left_alone:
+                        return
         finally:
             for session in list(self._sessions.values()):  # the drafter outlives this verifier
                 self._forget(session)
@@ -160,11 +168,22 @@ class DraftEngine:
             drafts = self._drafter.propose(sessions, steps)
             return [self._cut(ids, k) for ids, k in zip(drafts, steps, strict=True)]
         except Exception:  # a drafter is anybody's code, and may cost speed only
-            self._metrics.faults.inc()
-            if time.monotonic() > self._quiet_until:
-                self._quiet_until = time.monotonic() + _COMPLAIN_EVERY_S
-                log.exception("the drafter failed; cycles go on without drafts (said every %d s)", _COMPLAIN_EVERY_S)
+            self._complain()
             return [[] for _ in sessions]
+
+    def _work_ahead(self) -> bool:
+        """Lets the drafter use the time until the next outcome. Returns whether it has more to do."""
+        try:
+            return self._ahead is not None and self._ahead(self._sessions.values())
+        except Exception:
+            self._complain()
+            return False
+
+    def _complain(self) -> None:
+        self._metrics.faults.inc()
+        if time.monotonic() > self._quiet_until:
+            self._quiet_until = time.monotonic() + _COMPLAIN_EVERY_S
+            log.exception("the drafter failed; cycles go on without drafts (said every %d s)", _COMPLAIN_EVERY_S)
 
     def _cut(self, ids: Sequence[int], steps: int) -> list[int]:
         """At most `steps` ids, up to the first the target has no token for: a padded vocabulary's tail ends there."""

@@ -5,15 +5,33 @@ Where it has limits of its own it also says so:
 
     context_limit: int          # most tokens a session may have, drafts included; longer ones are decoded plainly
     vocabulary: dict[str, int]  # its tokenizer's get_vocab(); it is compared with the target's before the first draft
+    aux_layers: tuple[int, ...] # it reads the target's hidden states after so many layers each, in this order
+
+and may have a third verb, for the time in which no outcome waits:
+
+    def ahead(self, sessions: Collection[DraftSession]) -> bool: ...  # works; is more left?
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
+
+import numpy as np
 
 from specdec.errors import SettingsError
 from specdec.plugins import make
+
+
+@dataclass(frozen=True, eq=False)
+class States:
+    """Hidden states of consecutive tokens of one session, from one pass of the target."""
+
+    position: int  # of the first token, from the prompt's start
+    tokens: tuple[int, ...]  # what was fed; after the first few they may be drafts that were rejected
+    rows: np.ndarray[Any, Any]  # [tokens, layers * width]; bfloat16 comes as uint16
+    dtype: str  # "float32", "float16" or "bfloat16"
 
 
 @dataclass(eq=False)
@@ -26,6 +44,27 @@ class DraftSession:
     id: int
     epoch: int
     tokens: list[int] = field(default_factory=list)
+    states: deque[States] = field(default_factory=deque)  # as they came, for a drafter with `aux_layers`
+
+    def settled(self) -> Iterator[States]:
+        """Takes the states of committed tokens, in the order they came; those of rejected drafts are dropped.
+
+        A state depends on all tokens up to its own. So it is right if what was fed from its pass's first token up to it
+        is what stands now; a pass that ends beyond `tokens` is kept until it is known how it ends.
+        """
+        while self.states:
+            came = self.states[0]
+            now = self.tokens[came.position : came.position + len(came.tokens)]
+            right = next(
+                (i for i, (fed, token) in enumerate(zip(came.tokens, now, strict=False)) if fed != token), None
+            )
+            if right is None and len(now) < len(came.tokens):
+                return
+            self.states.popleft()
+            if right is None:
+                yield came
+            elif right:
+                yield States(came.position, came.tokens[:right], came.rows[:right], came.dtype)
 
 
 class Drafter(Protocol):
