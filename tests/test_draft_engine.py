@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,9 +34,10 @@ from specdec.channel.layout import (
     Layout,
 )
 from specdec.channel.segment import Role, Segment, now_ns, segment_path
-from specdec.draft.drafters import DraftSession, States, load_drafter
+from specdec.channel.states import Fed, States, StatesWriter
+from specdec.draft.drafters import DraftSession, load_drafter
 from specdec.draft.engine import DraftEngine
-from specdec.errors import SettingsError, VocabularyMismatch
+from specdec.errors import SettingsError, SetupError, VocabularyMismatch
 from specdec.telemetry import DraftMetrics
 from specdec.vocabulary import Vocabulary
 
@@ -45,8 +47,8 @@ SIZES = Layout(max_sessions=4, max_steps=5, frame_tokens=64)
 class FakeVerifier:
     """Owner and engine of a segment; the test writes every outcome."""
 
-    def __init__(self, path):
-        self.owner = Segment.create(path, SIZES)
+    def __init__(self, path, sizes=SIZES):
+        self.owner = Segment.create(path, sizes)
         self.engine = Segment.attach(path, Role.ENGINE)
         self.writer, self.reader = self.engine.writer("outcomes"), self.engine.reader("proposals")
         self.cycle = 0
@@ -277,11 +279,22 @@ def test_every_session_is_forgotten_exactly_once(verifier):
     with RunningDraft(verifier.owner.path) as draft:
         verifier.tell((1, 1, OPEN, 0, 0, [1]), (2, 1, OPEN, 0, 0, [2]), (3, 1, OPEN, 0, 0, [3]))
         verifier.tell((1, 1, CLOSE, 0, 0, []), (1, 1, CLOSE, 0, 0, []), (77, 1, CLOSE, 0, 0, []))
-        verifier.tell((1, 1, CLOSE, 0, 0, []), (2, 2, OPEN, 0, 0, [2]), (4, 1, OPEN, 1, 0, [4]))
+        verifier.tell((1, 1, CLOSE, 0, 0, []), (2, 2, OPEN, 0, 0, [9]), (4, 1, OPEN, 1, 0, [4]))
         assert verifier.proposal() is not None
         assert [(s.id, s.epoch) for s in draft.drafter.forgotten] == [(1, 1), (2, 1)]
     # the drafter outlives the verifier: what it keeps for this one's sessions would never be freed
     assert sorted((s.id, s.epoch) for s in draft.drafter.forgotten) == [(1, 1), (2, 1), (2, 2), (3, 1), (4, 1)]
+
+
+def test_a_session_told_anew_keeps_what_was_made_of_it(verifier, draft):
+    """After a preemption, or when the draft has asked for all: the epoch is new, the text is the same or longer."""
+    verifier.tell((1, 1, OPEN, 0, 0, [1, 2]), (2, 1, OPEN, 0, 0, [1, 2]))
+    verifier.tell((1, 2, OPEN, 1, 0, [1, 2, 3]), (2, 2, OPEN, 1, 0, [1]), (1, 1, COMMIT, 1, 3, [4]))
+    assert verifier.proposal() == (2, [(1, 2, [4]), (2, 2, [2])])
+    assert [(s.id, s.tokens) for s in draft.drafter.forgotten] == [(2, [1, 2])]
+    verifier.tell((1, 2, COMMIT, 1, 3, [4]))
+    assert verifier.proposal() == (3, [(1, 2, [5])])
+    assert draft.count("unmatched_rows_total") == 1
 
 
 def test_a_drafter_that_fails_to_forget_costs_nothing_else(verifier, draft):
@@ -502,10 +515,10 @@ def test_an_outcome_comes_before_work_ahead_that_never_ends(verifier):
 def test_work_ahead_that_fails_costs_nothing_else(verifier):
     with RunningDraft(verifier.owner.path, FakeAhead()) as draft:
         draft.drafter.ahead_fault = MemoryError()
-        for _ in range(2):
+        for faults in (1, 2):
             verifier.tell((1, 1, OPEN, 2, 0, [5]))
             assert verifier.proposal()[1] == [(1, 1, [6, 7])]
-        assert until(lambda: draft.count("faults_total") == 2)
+            assert until(lambda faults=faults: draft.count("faults_total") == faults)
         assert len(draft.drafter.pieces) == 2
 
 
@@ -549,6 +562,77 @@ def test_states_whose_next_pass_was_lost_do_not_stand_for_it():
     session.states.append(handed(1, 11, 99, 14))
     session.tokens += [12, 14, 15]
     assert settled(session) == [[1, 11]]
+
+
+class FakeHead(FakeDrafter):
+    """Reads the states after layers 1, 2 and 5, and writes down those of committed tokens."""
+
+    aux_layers = (1, 2, 5)
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def ahead(self, sessions):
+        for session in sessions:
+            self.read += [(session.id, *row) for states in session.settled() for row in states.rows.tolist()]
+        return False
+
+
+def hand(verifier, writer, session, position, *tokens):
+    states = np.array([[position + i, token] for i, token in enumerate(tokens)], np.float32)
+    writer.write([Fed(session, 1, position, len(tokens))], np.array(tokens, np.int32), states)
+
+
+@pytest.fixture
+def with_states(verifier):
+    path = verifier.owner.path.with_name("specdec-states")
+    with FakeVerifier(path, replace(SIZES, states_mb=1)) as made, Segment.attach(path, Role.WORKER) as worker:
+        yield made, worker
+
+
+def test_states_reach_their_session_before_it_is_told_and_while_nobody_asks(with_states):
+    verifier, worker = with_states
+    with RunningDraft(verifier.owner.path, FakeHead()) as draft:
+        writer = StatesWriter(worker, (1, 2, 5), 2, "float32")
+        hand(verifier, writer, 7, 0, 10, 11)
+        time.sleep(0.1)
+        verifier.tell((7, 1, OPEN, 0, 0, [10, 11, 12]))
+        assert until(lambda: draft.drafter.read == [(7, 0, 10), (7, 1, 11)])
+        hand(verifier, writer, 7, 2, 12)
+        hand(verifier, writer, 6, 0, 5)  # has ended, or never was
+        assert until(lambda: draft.drafter.read[2:] == [(7, 2, 12)])
+        assert not draft.engine._early
+
+
+def test_a_draft_that_does_not_read_its_states_takes_no_more_than_the_ring_holds(with_states):
+    verifier, worker = with_states
+    with RunningDraft(verifier.owner.path, FakeHead()) as draft:
+        draft.drafter.ahead = draft.engine._ahead = lambda sessions: False
+        writer = StatesWriter(worker, (1, 2, 5), 1000, "float32")
+        verifier.tell((1, 1, OPEN, 0, 0, [1]))
+        sent = 0
+        for position in range(5000):
+            writer.write([Fed(1, 1, position, 1)], np.ones(1, np.int32), np.ones((1, 1000), np.float32))
+            sent += 4000
+            time.sleep(0.0001)
+            if worker.word("worker.states_lost").value:
+                break
+        (session,) = draft.engine._sessions.values()
+        assert worker.word("worker.states_lost").value
+        assert sum(states.rows.nbytes for states in session.states) < 2.5 * 2**20
+
+
+def test_a_head_needs_a_verifier_that_hands_over_its_layers(verifier, with_states):
+    with Segment.attach(verifier.owner.path, Role.DRAFT) as segment, pytest.raises(SetupError, match="--head"):
+        DraftEngine(segment, FakeHead(), DraftMetrics()).run()
+    other, worker = with_states
+    hand_soon = threading.Timer(0.3, hand, (other, StatesWriter(worker, (1, 2, 6), 2, "float32"), 7, 0, 10, 11))
+    refusal = pytest.raises(SetupError, match="after layers 1,2,6, the head reads 1,2,5")
+    with Segment.attach(other.owner.path, Role.DRAFT) as segment, refusal:
+        hand_soon.start()
+        DraftEngine(segment, FakeHead(), DraftMetrics()).run()
+    hand_soon.join()
 
 
 # ---- what the drafter says of itself

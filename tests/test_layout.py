@@ -7,6 +7,7 @@ from channel_kit import Ring
 from specdec.channel import layout
 from specdec.channel.layout import (
     CONTROL_WORDS,
+    COUNT_WORDS,
     DRAFT_WORDS,
     ENGINE_WORDS,
     IDENTITY,
@@ -18,15 +19,18 @@ from specdec.channel.layout import (
     PAGE,
     PROPOSAL_HEAD,
     PROPOSAL_ROW,
+    STATES_SLOTS,
     VERDICT_HEAD,
     VERDICT_ROW,
     WORDS_AT,
+    WORKER_WORDS,
     Layout,
 )
 
 LAYOUTS = [Layout(1, 1, 1), Layout(2, 4, 16), Layout(7, 3, 33), Layout(16, 8), Layout(64, 1, 1), Layout(512, 16)]
+LAYOUTS += [Layout(16, 8, 1024, 1), Layout(16, 8, 1024, 64)]
 RECORDS = ["IDENTITY", "ORDER_ROW", "SLOT_HEAD", "OUTCOME_HEAD", "OUTCOME_ROW", "PROPOSAL_HEAD", "PROPOSAL_ROW"]
-RECORDS += ["VERDICT_HEAD", "VERDICT_ROW", "OPENED_ROW"]
+RECORDS += ["VERDICT_HEAD", "VERDICT_ROW", "OPENED_ROW", "STATES_HEAD", "STATES_ROW"]
 BASE = Layout(16, 8, 1024)
 
 
@@ -40,6 +44,9 @@ def test_areas_are_aligned_and_follow_each_other(sizes):
         assert end <= start < end + PAGE  # no overlap, and no more lost than the alignment takes
         assert area_end > start
         end = area_end
+    assert (sizes.states.start, sizes.states.slot_bytes % LINE) == (end + -end % PAGE, 0)
+    assert sizes.states_mb * 2**20 - STATES_SLOTS * LINE < sizes.states.end - sizes.states.start + 1
+    end = sizes.states.end
     assert end <= sizes.size < end + PAGE
     assert sizes.size % PAGE == 0
     for area in (sizes.verdicts, sizes.outcomes, sizes.proposals):
@@ -48,7 +55,7 @@ def test_areas_are_aligned_and_follow_each_other(sizes):
 
 
 def test_the_header_holds_its_words():
-    lines = (ENGINE_WORDS, DRAFT_WORDS, CONTROL_WORDS)
+    lines = (ENGINE_WORDS, DRAFT_WORDS, CONTROL_WORDS, COUNT_WORDS, WORKER_WORDS)
     assert IDENTITY.itemsize <= WORDS_AT
     assert WORDS_AT % LINE == 0  # a line a writer, and no two on one
     assert all(8 * len(names) <= LINE for names in lines)
@@ -75,7 +82,9 @@ def test_the_largest_frame_of_every_kind_fits_its_slot(sizes):
 
 
 @pytest.mark.parametrize(
-    "other", [Layout(17, 8, 1024), Layout(15, 8, 1024), Layout(16, 9, 1024), Layout(16, 8, 1025)], ids=str
+    "other",
+    [Layout(17, 8, 1024), Layout(15, 8, 1024), Layout(16, 9, 1024), Layout(16, 8, 1025), Layout(16, 8, 1024, 1)],
+    ids=str,
 )
 def test_the_hash_changes_with_every_size(other):
     assert other.hash != BASE.hash
@@ -109,7 +118,9 @@ def test_the_hash_changes_with_every_field(name, monkeypatch):
     assert len(seen) == len(made)
 
 
-@pytest.mark.parametrize("name", ["ENGINE_WORDS", "DRAFT_WORDS", "CONTROL_WORDS", "REASONS"])
+@pytest.mark.parametrize(
+    "name", ["ENGINE_WORDS", "DRAFT_WORDS", "CONTROL_WORDS", "COUNT_WORDS", "WORKER_WORDS", "REASONS"]
+)
 def test_the_hash_changes_with_every_word(name, monkeypatch):
     words, before = getattr(layout, name), BASE.hash
     for i in range(len(words)):
@@ -120,7 +131,8 @@ def test_the_hash_changes_with_every_word(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["VERSION", "WORDS_AT", "VERDICT_SLOTS", "OUTCOME_SLOTS", "PROPOSAL_SLOTS", "PAGE", "LINE"]
+    "name",
+    ["VERSION", "WORDS_AT", "VERDICT_SLOTS", "OUTCOME_SLOTS", "PROPOSAL_SLOTS", "STATES_SLOTS", "PAGE", "LINE"],
 )
 def test_the_hash_changes_with_every_number(name, monkeypatch):
     before = BASE.hash

@@ -15,7 +15,7 @@ import pytest
 
 from channel_kit import Child, Ring, shared_folder, until
 from specdec.channel import segment as module
-from specdec.channel.layout import CONTROL_WORDS, DRAFT_WORDS, ENGINE_WORDS, IDENTITY, Layout
+from specdec.channel.layout import CONTROL_WORDS, DRAFT_WORDS, ENGINE_WORDS, IDENTITY, WORKER_WORDS, Layout
 from specdec.channel.rings import Word
 from specdec.channel.segment import Role, Segment, segment_path, start_ticks, sweep
 from specdec.errors import ChannelError, SegmentInUse, SegmentMismatch, SegmentMissing, SettingsError, SetupError
@@ -74,7 +74,7 @@ def test_a_pair_name_is_the_files(pair):
 
 
 def test_both_ends_see_the_same_memory(path):
-    lines = {"engine": ENGINE_WORDS, "draft": DRAFT_WORDS, "control": CONTROL_WORDS}
+    lines = {"engine": ENGINE_WORDS, "draft": DRAFT_WORDS, "control": CONTROL_WORDS, "worker": WORKER_WORDS}
     every = [f"{line}.{name}" for line, words in lines.items() for name in words]
     with Segment.create(path, LAYOUT) as owner:
         assert names(path.parent) == [path.name]
@@ -283,7 +283,7 @@ def test_the_draft_of_a_dead_owner_keeps_no_new_one_from_starting(path):
 
 def identity(**changes):
     made = np.zeros(1, IDENTITY)
-    made[0] = (module.MAGIC, module.VERSION, 2, 2, 64, LAYOUT.hash, LAYOUT.size, 1, 1, 0, 0)
+    made[0] = (module.MAGIC, module.VERSION, 2, 2, 64, 0, 0, LAYOUT.hash, LAYOUT.size, 1, 1, 0, 0)
     for name, value in changes.items():
         made[name] = value
     return made.tobytes().ljust(LAYOUT.size, b"\0")

@@ -11,6 +11,8 @@
       │ OUTCOMES  ring of frames                          engine  ───────► draft    │
       ├────────────────────────────────────────────────────────────────────────────┤
       │ PROPOSALS ring of frames                          draft   ───────► engine   │
+      ├────────────────────────────────────────────────────────────────────────────┤
+      │ STATES    ring of frames, empty without a head    worker  ───────► draft    │
       └────────────────────────────────────────────────────────────────────────────┘
 
 A frame in its slot:   sequence u64 · length u32 · crc u32 · body (head, then rows, then tokens or names).
@@ -43,6 +45,8 @@ IDENTITY = np.dtype(
         ("max_sessions", "<u4"),
         ("max_steps", "<u4"),
         ("frame_tokens", "<u4"),
+        ("states_mb", "<u4"),
+        ("reserved", "<u4"),
         ("layout_hash", "<u8"),
         ("size", "<u8"),
         ("owner_pid", "<u8"),
@@ -55,7 +59,8 @@ IDENTITY = np.dtype(
 # Words of 8 bytes, one line a writer. A bell is a counter its writer raises after every frame; futex waits on its low
 # half. Times are CLOCK_MONOTONIC nanoseconds, one clock for all processes of a machine.
 ENGINE_WORDS = ("pid", "start", "beat_ns", "outcome_bell", "verdict_bell", "proposals_read")
-DRAFT_WORDS = ("pid", "start", "beat_ns", "proposal_bell", "outcomes_read", "generation")
+DRAFT_WORDS = ("pid", "start", "beat_ns", "proposal_bell", "outcomes_read", "generation", "states_read")
+WORKER_WORDS = ("pid", "start", "state_bell", "states_lost")  # tokens whose states found the ring full
 CONTROL_WORDS = ("pid", "start", "router_until_ns", "order_bell", "verdicts_read", "draft_limit_us")
 COUNT_WORDS = ("late", "stale", "garbage", "lost_verdicts", "lapsed_leases", "resyncs", "no_slot")  # the engine's
 WORDS_AT = 256
@@ -126,10 +131,29 @@ OPENED_ROW = np.dtype(
     [("session", "<u8"), ("slot", "<u4"), ("prompt_tokens", "<u4"), ("request_id", f"S{REQUEST_ID_BYTES}")]
 )
 
+# states: what the target computed for the tokens of one pass, for an EAGLE-3 head
+STATES_HEAD = np.dtype(
+    [
+        ("rows", "<u4"),
+        ("tokens", "<u4"),
+        ("width", "<u4"),  # numbers a token: layers * the target's hidden size
+        ("dtype", "S12"),  # "float32", "float16", "bfloat16"
+        ("layers", "S40"),  # after how many layers each, as "2,15,27", in the order they are joined
+    ]
+)
+STATES_ROW = np.dtype(
+    [
+        ("session", "<u8"),
+        ("epoch", "<u4"),
+        ("position", "<u4"),  # of the first token, from the prompt's start
+        ("tokens", "<u4"),  # how many of the frame's are this row's; then all ids, int32, and all states
+    ]
+)
+
 REASONS = ("none", "draft_down", "draft_late", "draft_short", "budget", "standing", "draft_limit")
 NONE, DRAFT_DOWN, DRAFT_LATE, DRAFT_SHORT, BUDGET, STANDING, DRAFT_LIMIT = range(len(REASONS))
 
-VERDICT_SLOTS, OUTCOME_SLOTS, PROPOSAL_SLOTS = 256, 64, 8
+VERDICT_SLOTS, OUTCOME_SLOTS, PROPOSAL_SLOTS, STATES_SLOTS = 256, 64, 8, 64
 
 
 def _page(n: int) -> int:
@@ -155,15 +179,17 @@ class Area:
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets of every area, from three sizes.
+    """Offsets of every area, from four sizes.
 
     max_sessions: rows of the order table, and sessions a frame can name. max_steps: the largest k. frame_tokens: tokens
-    one outcome frame holds; longer prompts are cut over several frames.
+    one outcome frame holds; longer prompts are cut over several frames. states_mb: the ring of hidden states, 2**20
+    bytes each; 0 without a head.
     """
 
     max_sessions: int
     max_steps: int
     frame_tokens: int = 8192
+    states_mb: int = 0
 
     @property
     def orders_start(self) -> int:
@@ -186,18 +212,21 @@ class Layout:
         return Area(_page(self.outcomes.end), PROPOSAL_SLOTS, _line(SLOT_HEAD.itemsize + body))
 
     @property
+    def states(self) -> Area:
+        return Area(_page(self.proposals.end), STATES_SLOTS, self.states_mb * 2**20 // STATES_SLOTS // LINE * LINE)
+
+    @property
     def size(self) -> int:
         """Bytes of the whole segment."""
-        return _page(self.proposals.end)
+        return _page(self.states.end)
 
     @property
     def hash(self) -> int:
         """Both sides compare it before the first frame: equal only if every offset and field above is equal."""
         records = [IDENTITY, ORDER_ROW, SLOT_HEAD, OUTCOME_HEAD, OUTCOME_ROW, PROPOSAL_HEAD, PROPOSAL_ROW]
-        records += [VERDICT_HEAD, VERDICT_ROW, OPENED_ROW]
+        records += [VERDICT_HEAD, VERDICT_ROW, OPENED_ROW, STATES_HEAD, STATES_ROW]
         fields = [str(record.descr) for record in records]
-        areas = (self.orders_start, self.verdicts, self.outcomes, self.proposals)
-        text = repr(
-            (VERSION, fields, ENGINE_WORDS, DRAFT_WORDS, CONTROL_WORDS, COUNT_WORDS, WORDS_AT, REASONS, areas, self)
-        )
+        areas = (self.orders_start, self.verdicts, self.outcomes, self.proposals, self.states)
+        words = (ENGINE_WORDS, DRAFT_WORDS, CONTROL_WORDS, COUNT_WORDS, WORKER_WORDS, WORDS_AT)
+        text = repr((VERSION, fields, words, REASONS, areas, self))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -7,6 +7,7 @@ sees half a frame: it copies the slot and believes the copy only if the checksum
 import time
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +89,7 @@ class RingWriter:
         """Whether `write` would refuse a frame now."""
         return self._sequence - self._read.value >= self._area.slots
 
-    def write(self, *parts: bytes | NDArray[np.void] | NDArray[np.int32]) -> bool:
+    def write(self, *parts: bytes | NDArray[Any]) -> bool:
         """Copies one frame in and rings. False: the ring is full (the reader lags or is gone); nothing was written.
 
         Raises ValueError if the frame is larger than a slot.

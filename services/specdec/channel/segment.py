@@ -27,6 +27,7 @@ from specdec.channel.layout import (
     MAGIC,
     VERSION,
     WORDS_AT,
+    WORKER_WORDS,
     Layout,
 )
 from specdec.channel.rings import Bell, OrderTable, RingReader, RingWriter, Word
@@ -44,6 +45,7 @@ class Role(IntEnum):
     OWNER = 0
     ENGINE = 1
     DRAFT = 2
+    WORKER = 3
 
 
 def now_ns() -> int:
@@ -59,14 +61,15 @@ def segment_path(pair: str, folder: Path = SHARED_MEMORY) -> Path:
 
 
 class Segment:
-    """A mapped segment. Use `create` (the owner) or `attach` (engine, draft); close it, or leave it as a context."""
+    """A mapped segment. Use `create` (the owner) or `attach` (the others); close it, or leave it as a context."""
 
     def __init__(self, fd: int, path: Path, layout: Layout, role: Role) -> None:
         self._fd, self.path, self.layout, self.role = fd, path, layout, role
         self._map = mmap.mmap(fd, layout.size)
         self._memory = memoryview(self._map)
-        words = np.frombuffer(self._memory, np.uint64, 4 * LINE // 8, WORDS_AT)
         lines = {"engine": ENGINE_WORDS, "draft": DRAFT_WORDS, "control": CONTROL_WORDS, "counts": COUNT_WORDS}
+        lines["worker"] = WORKER_WORDS
+        words = np.frombuffer(self._memory, np.uint64, len(lines) * LINE // 8, WORDS_AT)
         self._places = {
             f"{line}.{name}": (words, i * LINE // 8 + j)
             for i, (line, names) in enumerate(lines.items())
@@ -96,7 +99,7 @@ class Segment:
             raise SetupError(
                 f"the segment needs {layout.size / 2**20:.1f} MB, {path.parent} has {free_bytes / 2**20:.1f} MB free: "
                 "enlarge it (docker run --shm-size, or a memory-backed emptyDir with a larger sizeLimit), "
-                "or lower --max-num-seqs or --max-steps"
+                "or lower --max-num-seqs, --max-steps or --states-mb"
             )
         fd = -1
         try:
@@ -106,13 +109,11 @@ class Segment:
             _lock(fd, Role.OWNER, path)
             segment = cls(fd, path, layout, Role.OWNER)
             identity = np.zeros(1, IDENTITY)
-            identity[0] = (MAGIC, VERSION, layout.max_sessions, layout.max_steps, layout.frame_tokens) + (
-                layout.hash,
-                layout.size,
-                os.getpid(),
-                start_ticks(os.getpid()),
-                *(0, 0),  # until the engine knows the target's vocabulary
-            )
+            identity["magic"], identity["version"] = MAGIC, VERSION
+            for size in ("max_sessions", "max_steps", "frame_tokens", "states_mb"):
+                identity[size] = getattr(layout, size)
+            identity["layout_hash"], identity["size"] = layout.hash, layout.size
+            identity["owner_pid"], identity["owner_start"] = os.getpid(), start_ticks(os.getpid())
             segment._memory[: IDENTITY.itemsize] = identity.tobytes()
             segment._sign("control")
             # src_dir_fd makes it linkat, which follows /proc's link; a link replaces nobody's file, unlike a rename
@@ -181,12 +182,12 @@ class Segment:
         return OrderTable(self._memory, self.layout.orders_start, self.layout.max_sessions)
 
     def writer(self, name: str) -> RingWriter:
-        """The writing end of "verdicts" or "outcomes" (the engine), or "proposals" (the draft)."""
+        """The writing end of "verdicts" or "outcomes" (the engine), "proposals" (the draft) or "states" (a worker)."""
         area, read, bell = self._ring(name)
         return RingWriter(self._memory, area, self.word(read), self.bell(bell))
 
     def reader(self, name: str) -> RingReader:
-        """The reading end of "verdicts" (control), "outcomes" (the draft) or "proposals" (the engine)."""
+        """The reading end of "verdicts" (control), "outcomes" or "states" (the draft), or "proposals" (the engine)."""
         area, read, bell = self._ring(name)
         return RingReader(self._memory, area, self.word(read), self.bell(bell))
 
@@ -224,6 +225,7 @@ class Segment:
             "verdicts": (self.layout.verdicts, "control.verdicts_read", "engine.verdict_bell"),
             "outcomes": (self.layout.outcomes, "draft.outcomes_read", "engine.outcome_bell"),
             "proposals": (self.layout.proposals, "engine.proposals_read", "draft.proposal_bell"),
+            "states": (self.layout.states, "draft.states_read", "worker.state_bell"),
         }[name]
 
     def _sign(self, line: str) -> None:
@@ -277,7 +279,8 @@ def _read_layout(fd: int, path: Path) -> Layout:
     if len(raw) < IDENTITY.itemsize or not _is_segment(fd):
         raise SegmentMismatch(f"{path} is not a specdec segment")
     identity = np.frombuffer(raw, IDENTITY)[0]
-    layout = Layout(int(identity["max_sessions"]), int(identity["max_steps"]), int(identity["frame_tokens"]))
+    sizes = ("max_sessions", "max_steps", "frame_tokens", "states_mb")
+    layout = Layout(*(int(identity[size]) for size in sizes))
     if int(identity["version"]) != VERSION or int(identity["layout_hash"]) != layout.hash:
         raise SegmentMismatch(
             f"{path} has layout version {identity['version']}, this process speaks {VERSION} "

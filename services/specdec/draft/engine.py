@@ -9,6 +9,7 @@ drafter.ahead(all sessions)                   # until the next outcome, where th
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice, takewhile
 from operator import index
@@ -26,13 +27,17 @@ from specdec.channel.layout import (
     PROPOSAL_ROW,
 )
 from specdec.channel.segment import Role, Segment, now_ns
+from specdec.channel.states import States, StatesReader
 from specdec.draft.drafters import Drafter, DraftSession
+from specdec.errors import SetupError
 from specdec.telemetry import DraftMetrics
 from specdec.vocabulary import UNREADABLE, Vocabulary
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.25
 _COMPLAIN_EVERY_S = 10
+_STATES_IDLE_S = 0.02  # how long hidden states may wait in their ring, which nobody rings for
+_EARLY_STATES = 256  # passes of sessions not told yet
 
 
 class DraftEngine:
@@ -45,6 +50,10 @@ class DraftEngine:
         self._context_limit: int | None = getattr(drafter, "context_limit", None)
         self._vocabulary: Mapping[str, int] | None = None if trust_vocabulary else getattr(drafter, "vocabulary", None)
         self._ahead: Callable[[Collection[DraftSession]], bool] | None = getattr(drafter, "ahead", None)
+        self._aux_layers: tuple[int, ...] | None = getattr(drafter, "aux_layers", None)
+        self._states: StatesReader | None = None
+        self._early: deque[tuple[int, States]] = deque(maxlen=_EARLY_STATES)
+        self._newest = 0  # session told of
         self._max_steps = segment.layout.max_steps
         self._beat = segment.word("draft.beat_ns")
         self._outcomes, self._proposals = segment.reader("outcomes"), segment.writer("proposals")
@@ -61,17 +70,22 @@ class DraftEngine:
     def run(self) -> None:
         """The loop. Returns when stopped, or when the verifier's segment is gone.
 
-        Raises VocabularyMismatch if the drafter's token ids are not the target's.
+        Raises VocabularyMismatch if the drafter's token ids are not the target's, SetupError if it reads hidden states
+        the verifier does not hand over.
         """
         if not self._may_draft():
             return
+        if self._aux_layers is not None:
+            if not self._segment.layout.states_mb:
+                raise SetupError("the verifier hands over no hidden states: start it with --head and the head's folder")
+            self._states = StatesReader(self._segment, self._aux_layers)
         self._outcomes.skip_to_end()
         self._beat.value = now_ns()
         self._ask_for_all()
         more, looked_s = False, 0.0  # work ahead of the next outcome
         try:
             while not self._stopped.is_set():
-                body = self._outcomes.wait(0 if more else _IDLE_S)
+                body = self._outcomes.wait(0 if more else self._idle_s)
                 self._beat.value = now_ns()
                 if self._outcomes.garbage != self._garbage_seen:
                     self._metrics.garbage.inc(self._outcomes.garbage - self._garbage_seen)
@@ -81,7 +95,7 @@ class DraftEngine:
                     self.answer(body)
                     more = self._ahead is not None
                     continue
-                more = more and self._work_ahead()
+                more = (self._take_states() or more) and self._work_ahead()
                 if time.monotonic() - looked_s >= _IDLE_S:
                     looked_s = time.monotonic()
                     if self._left_alone:
@@ -89,6 +103,10 @@ class DraftEngine:
         finally:
             for session in list(self._sessions.values()):  # the drafter outlives this verifier
                 self._forget(session)
+
+    @property
+    def _idle_s(self) -> float:
+        return _STATES_IDLE_S if self._states and self._sessions else _IDLE_S
 
     @property
     def _left_alone(self) -> bool:
@@ -116,6 +134,7 @@ class DraftEngine:
         start = time.perf_counter()
         head = np.frombuffer(body, OUTCOME_HEAD, 1)[0]
         wanting, outgrown = self._apply(body, int(head["rows"]), int(head["tokens"]))
+        self._take_states()
         self._metrics.sessions.set(len(self._sessions))
         if not wanting and not outgrown:
             return
@@ -138,22 +157,59 @@ class DraftEngine:
             if kind == CLOSE:
                 if ended := self._sessions.get(number):
                     self._forget(ended)
-            elif kind == OPEN:
-                if old := self._sessions.get(number):
-                    self._forget(old)
-                self._sessions[number] = DraftSession(number, epoch)
-            session = self._sessions.get(number)
-            if kind in (OPEN, COMMIT):
-                if session is None or session.epoch != epoch or len(session.tokens) != position:
+            elif kind in (OPEN, COMMIT):
+                session = (self._opened if kind == OPEN else self._advanced)(number, epoch, position, new)
+                if session is None:
                     self._metrics.unmatched.inc()
                     continue
-                session.tokens.extend(new)
                 room = self._max_steps if self._context_limit is None else self._context_limit - len(session.tokens)
                 if wanted and room > 0:
                     wanting[session] = min(wanted, room, self._max_steps)
                 elif wanted:
                     outgrown.append(session)
         return wanting, outgrown
+
+    def _opened(self, number: int, epoch: int, position: int, new: list[int]) -> DraftSession | None:
+        """A session told from its beginning: a new one, or one we know, told anew. None: it begins in the middle."""
+        if position:
+            return None
+        self._newest = max(self._newest, number)
+        session = self._sessions.get(number)
+        if session and new[: len(session.tokens)] == session.tokens:  # all we made of it stands
+            session.epoch, session.tokens[:] = epoch, new
+            return session
+        if session:
+            self._forget(session)
+        session = self._sessions[number] = DraftSession(number, epoch, new)
+        return session
+
+    def _advanced(self, number: int, epoch: int, position: int, new: list[int]) -> DraftSession | None:
+        """The session with what was committed to it. None: the row fits no session as it is known."""
+        session = self._sessions.get(number)
+        if session is None or session.epoch != epoch or len(session.tokens) != position:
+            return None
+        session.tokens.extend(new)
+        return session
+
+    def _take_states(self) -> bool:
+        """Gives each session what the target has computed of it. Returns whether anything came.
+
+        The ring is left alone while sessions have plenty the drafter has not read: it then fills, and its writer counts
+        what is lost.
+        """
+        if self._states is None:
+            return False
+        waiting = sum(states.rows.nbytes for session in self._sessions.values() for states in session.states)
+        came = list(self._early)
+        if waiting < self._segment.layout.states_mb * 2**20:
+            came += self._states.read_all()
+        self._early.clear()
+        for number, states in came:
+            if session := self._sessions.get(number):
+                session.states.append(states)
+            elif number > self._newest:
+                self._early.append((number, states))
+        return bool(came)
 
     def _forget(self, session: DraftSession) -> None:
         del self._sessions[session.id]

@@ -16,29 +16,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
-import numpy as np
-
+from specdec.channel.states import States
 from specdec.errors import SettingsError
 from specdec.plugins import make
-
-
-@dataclass(frozen=True, eq=False)
-class States:
-    """Hidden states of consecutive tokens of one session, from one pass of the target."""
-
-    position: int  # of the first token, from the prompt's start
-    tokens: tuple[int, ...]  # what was fed; after the first few they may be drafts that were rejected
-    rows: np.ndarray[Any, Any]  # [tokens, layers * width]; bfloat16 comes as uint16
-    dtype: str  # "float32", "float16" or "bfloat16"
 
 
 @dataclass(eq=False)
 class DraftSession:
     """One generation as the draft knows it: every committed token, the prompt included, and nothing of rejected ones.
 
-    `tokens` only grows while `epoch` stays the same; a new epoch is a new DraftSession.
+    `tokens` only grows. A new epoch that says other tokens than these is a new DraftSession.
     """
 
     id: int
