@@ -1,11 +1,13 @@
 """One stack of the real engine for the whole test session; see `engine_stack`."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine_prompts import Oracle, knowing_drafts
+from fake_drafters import AUX_LAYERS
 from specdec.model import demo_model
 from specdec.stack import Plain, Stack
 
@@ -57,12 +59,15 @@ def oracle(plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 def engine_stack(model: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Verifier, draft and router, started once. Tests change its draft and router, never the verifier."""
     logs = tmp_path_factory.mktemp("stack")
+    head = logs / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps({"eagle_aux_hidden_state_layer_ids": AUX_LAYERS}))
     with Stack(
         model,
         logs,
         drafter="fake_drafters:Perfect",
         vllm_args=VLLM_ARGS,
-        verifier_args=["--max-num-seqs", "16"],
+        verifier_args=["--max-num-seqs", "16", "--head", str(head)],
         env=knowing_drafts(oracle.path),
     ) as stack:
         stack.wait_ready(300)

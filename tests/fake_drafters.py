@@ -5,14 +5,18 @@ import os
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from specdec.draft.drafters import DraftSession
 from specdec.model import demo_model
 
 VOCABULARY = 49152
+AUX_LAYERS = (2, 15, 27)  # of the demo model's 30
 
 
 class Perfect:
@@ -72,6 +76,40 @@ class PastEnd(Perfect):
             return right
         kept = right[: right.index(2) + 1]
         return kept + [self._random.randrange(VOCABULARY) for _ in range(k - len(kept))]
+
+
+class Listening(Noisy):
+    """Writes down which hidden states it was given of a session's committed tokens, in a file a session."""
+
+    aux_layers = AUX_LAYERS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = states_folder(Path(os.environ["SPECDEC_TEST_ORACLE"]))
+        self._read: dict[DraftSession, dict[int, np.ndarray[Any, Any]]] = {}
+
+    def propose(self, sessions: Sequence[DraftSession], steps: Sequence[int]) -> list[list[int]]:
+        self.ahead(sessions)
+        return super().propose(sessions, steps)
+
+    def ahead(self, sessions: Collection[DraftSession]) -> bool:
+        for session in sessions:
+            read = self._read.setdefault(session, {})
+            for states in session.settled():
+                read |= {states.position + i: row.copy() for i, row in enumerate(states.rows)}
+        return False
+
+    def forget(self, session: DraftSession) -> None:
+        read = self._read.pop(session, {})
+        path = self._folder / f"{session.id}-{session.epoch}.npz"
+        rows = np.stack([read[i] for i in sorted(read)]) if read else np.zeros((0, 0), np.float32)
+        np.savez(path.with_suffix(".tmp.npz"), tokens=session.tokens, positions=sorted(read), rows=rows)
+        path.with_suffix(".tmp.npz").rename(path)
+
+
+def states_folder(oracle: Path) -> Path:
+    """Where `Listening` writes."""
+    return oracle.parent
 
 
 class InTrouble(Perfect):

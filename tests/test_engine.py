@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -18,11 +18,13 @@ from pathlib import Path
 
 import grpc
 import httpx
+import numpy as np
 import openai
 import psutil
 import pytest
 
 from engine_prompts import CASES, MIN_TOKENS, MIN_TOKENS_CASES, Completion, Oracle, complete, complete_all
+from fake_drafters import AUX_LAYERS, states_folder
 from specdec.channel.segment import segment_path, sweep
 from specdec.client import chat, stream_chat
 from specdec.proto import speculation_pb2 as pb
@@ -159,6 +161,48 @@ def test_greedy_answers_through_preemption_prefix_hits_and_cut_prompts(engine_st
             break
     assert seen()[0] > preempted
     assert seen()[1] > hits
+
+
+def test_hidden_states_are_the_targets_own_through_rejections_preemption_prefix_hits_and_cut_prompts(
+    engine_stack: Stack, oracle: Oracle, model: Path
+):
+    """Of every committed token from where the target computed them, compared with transformers."""
+    engine_stack.start_draft("fake_drafters:Listening")
+    engine_stack.start_router("--policy", "fake_policies:Cycling", "--window", "2")
+    engine_stack.wait_ready()
+    folder = states_folder(oracle.path)
+    names = ("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total")
+    before = [metric(engine_stack.vllm_url, name) for name in names]
+    for _ in range(3):  # whether a session must be preempted depends on who meets whom
+        oracle.compare(complete_all(engine_stack.url, at_once=32))
+        if all(metric(engine_stack.vllm_url, name) > was for name, was in zip(names, before, strict=True)):
+            break
+    else:
+        pytest.fail("nothing was preempted")
+    until(lambda: metric(engine_stack.verifier_url, "specdec_sessions") == 0)
+    engine_stack.start_draft("fake_drafters:Perfect")  # the one before has written all when it has ended
+    engine_stack.wait_ready()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    starts = Counter[int]()
+    checked = 0
+    for path in folder.glob("*-*.npz"):
+        heard = np.load(path)
+        tokens, positions = heard["tokens"].tolist(), heard["positions"].tolist()
+        if not positions:
+            continue
+        assert positions == list(range(positions[0], positions[-1] + 1)), "a gap"
+        assert positions[-1] >= len(tokens) - 2, "all but the last"
+        starts[positions[0]] += 1
+        with torch.inference_mode():
+            layers = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        right = torch.cat([layers[layer][0] for layer in AUX_LAYERS], -1)[positions[0] : positions[-1] + 1]
+        torch.testing.assert_close(torch.tensor(heard["rows"]), right, rtol=1e-3, atol=2e-2)
+        checked += len(positions)
+    assert checked > 3000
+    assert all(start % 32 == 0 for start in starts), "else something was lost"
 
 
 def test_greedy_answers_without_any_draft(engine_stack: Stack, oracle: Oracle):

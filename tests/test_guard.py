@@ -156,20 +156,26 @@ def test_what_a_command_leaves_behind_ends_with_it(tmp_path):
     assert guarded.stop() == 0
 
 
-SHARES_MEMORY = """
+SHARES = """
 import sys, time
-from multiprocessing import resource_tracker, shared_memory
+from multiprocessing import get_context, resource_tracker, shared_memory
 resource_tracker.register = lambda *_: None  # as in vLLM's workers, whose tracker is killed with them
-shared = shared_memory.SharedMemory(create=True, size=4096)
-print(shared.name, file=open(sys.argv[1], "w"), flush=True)
+if sys.argv[2] == "memory":
+    shared = shared_memory.SharedMemory(create=True, size=4096)
+    name = shared.name
+else:
+    shared = get_context("spawn").Lock()
+    name = "sem." + shared._semlock.name[1:]
+print(name, file=open(sys.argv[1], "w"), flush=True)
 time.sleep(300)
 """
 
 
+@pytest.mark.parametrize("what", ["memory", "semaphore"])
 @pytest.mark.parametrize("end", ["stop", "starter killed"])
-def test_shared_memory_of_a_killed_command_is_removed(tmp_path, end):
+def test_what_a_killed_command_shared_is_removed(tmp_path, end, what):
     said, other = tmp_path / "name", shared_memory.SharedMemory(create=True, size=4096)
-    command = [sys.executable, "-c", SHARES_MEMORY, str(said)]
+    command = [sys.executable, "-c", SHARES, str(said), what]
     try:
         if end == "stop":
             guarded = Guarded(command)

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -22,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import httpx
 import psutil
@@ -46,18 +44,6 @@ SHARED_MEMORY = Path("/dev/shm")
 # What a process may gain over its life: clients come and go, and vLLM's KV cache and scratch memory are first touched
 # when prompts fill them.
 MORE_FILES, MORE_MEMORY, MORE_MEMORY_OF_VLLM = 8, 24 * 2**20, 160 * 2**20
-_ports = random.Random()
-
-
-def low_ports(count: int) -> list[int]:
-    """Free ports that no connection is given for its own end."""
-    found: set[int] = set()
-    while len(found) < count:
-        port = _ports.randrange(20_000, 32_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            found.add(port)
-    return list(found)
 
 
 # ---- whom to kill
@@ -289,6 +275,11 @@ def remove_marked(mark: str) -> None:
         path.unlink(missing_ok=True)
 
 
+def semaphores() -> set[str]:
+    """Python's, by name."""
+    return {path.name for path in SHARED_MEMORY.glob("sem.mp-*")}
+
+
 def command_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
@@ -337,8 +328,7 @@ def kill_stand_in(count: int, seed: int | str, say: Callable[[str], None] = lamb
             stack_of.callback(path.unlink, missing_ok=True)
         path = os.pathsep.join([str(TESTS / "stand_in_engine"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         env = {"PYTHONPATH": path, "STAND_IN_MARK": mark, "STAND_IN_LOAD_S": "0.2"}
-        with mock.patch("specdec.stack.free_ports", low_ports):
-            stack = Stack("stand-in", folder, env={**env, "TMPDIR": str(folder)})
+        stack = Stack("stand-in", folder, env={**env, "TMPDIR": str(folder)})
         stack_of.callback(remove_marked, mark)
         stack_of.enter_context(stack)
         client = stack_of.enter_context(httpx.Client(timeout=15, trust_env=False, verify=False))
@@ -438,10 +428,10 @@ def kill_real(
     kill the answers are `expected`, or those the stack gave first, without speculation."""
     mark, rng = f"kills{uuid.uuid4().hex[:12]}", random.Random(seed)
     cases = [CASES[i] for i in REAL_CASES]
+    before = semaphores()
     with short_folder() as folder, ThreadPoolExecutor(len(cases)) as pool:
-        with mock.patch("specdec.stack.free_ports", low_ports):
-            arguments = {"vllm_args": VLLM_ARGS, "verifier_args": ["--max-num-seqs", "16"]}
-            stack = Stack(model, folder, env={"STAND_IN_MARK": mark, "TMPDIR": str(folder)}, **arguments)
+        arguments = {"vllm_args": VLLM_ARGS, "verifier_args": ["--max-num-seqs", "16"]}
+        stack = Stack(model, folder, env={"STAND_IN_MARK": mark, "TMPDIR": str(folder)}, **arguments)
         with stack:
 
             def answers(**fields: Any) -> list[Completion]:
@@ -476,6 +466,8 @@ def kill_real(
                 campaign.measure()
         assert until(lambda: not processes_with(mark), GONE_S)
         assert not segment_path(stack.pair).exists()
+        assert not [path for path in folder.iterdir() if path.is_dir()], "sockets of an engine"
+        assert until(lambda: not semaphores() - before, GONE_S)
     return Report(campaign.kills, [])
 
 

@@ -13,10 +13,11 @@ from fastapi import FastAPI, Response
 import specdec
 from fake_engine import FakePair, fake_pair, until
 from specdec.channel.segment import Role, Segment, now_ns
-from specdec.errors import SetupError
+from specdec.errors import SettingsError, SetupError
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.serve import listen, serving
+from specdec.stack import free_ports
 from specdec.verifier import supervisor
 from specdec.verifier.settings import VerifierSettings
 from specdec.verifier.supervisor import Supervisor, engine_command, engine_environment
@@ -117,6 +118,32 @@ def verifier_of(pair: FakePair, **settings) -> Supervisor:
     return verifier
 
 
+def test_a_head_without_a_config_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(SettingsError, match=r"--head .*no folder with a config.json"):
+        Supervisor(VerifierSettings(model="m/n", head=tmp_path), [])
+
+
+def test_the_pairs_memory_and_environment_follow_the_head(tmp_path, monkeypatch):
+    """What `run` makes them from."""
+    started = []
+    monkeypatch.setattr(supervisor, "segment_path", lambda pair: tmp_path / f"specdec-{pair}")
+    monkeypatch.setattr(supervisor, "Guarded", lambda command, env: started.append(env) or FakeProcess())
+    (tmp_path / "config.json").write_text("{}")
+    sizes = []
+
+    async def run(**settings):
+        ports = {name: free_ports(1)[0] for name in ("port", "control_port", "health_port")}
+        verifier = Supervisor(VerifierSettings(model="m/n", pair="p", **ports, **settings), [])
+        verifier._stopping.set()
+        assert await verifier.run() == 0
+        sizes.append(verifier._segment.layout.states_mb)
+
+    asyncio.run(run(head=tmp_path, states_mb=3))
+    asyncio.run(run(states_mb=3))
+    assert sizes == [3, 0]
+    assert [env.get("SPECDEC_HEAD") for env in started] == [str(tmp_path), None]
+
+
 def test_its_description_and_readiness(tmp_path):
     async def main():
         async with fake_pair(tmp_path) as pair, grpc.aio.insecure_channel(pair.address) as channel:
@@ -171,6 +198,8 @@ class FakeProcess:
 
     def poll(self) -> int | None:
         return self.code
+
+    def stop(self, grace_s: float) -> None: ...
 
 
 @contextlib.asynccontextmanager

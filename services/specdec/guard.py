@@ -5,8 +5,8 @@
 The guard reads the pipe. When the starter ends, however it ends, the kernel closes the pipe and the guard kills the
 whole group, also while the command is still loading. This covers grandchildren, which PR_SET_PDEATHSIG does not.
 
-Python's shared memory (psm_*, of which vLLM has hundreds of MB) outlives a killed process. What the group has mapped is
-removed before it is killed, else every crash would leave less of /dev/shm for the next start.
+Python's shared memory (psm_*, of which vLLM has hundreds of MB) and semaphores (sem.mp-*) outlive a killed process.
+What the group has mapped is removed before it is killed, else every crash would leave less of /dev/shm for the next.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from typing import IO
 # is made while a command starts; looking for new names costs microseconds.
 _LOOK_S, _STARTING_S = 0.02, 60.0
 _LOOK_LATER_S = 0.5
+_NAMES = ("psm_", "sem.mp-")
 _FRESH_S = 2.0  # a new name is looked for in the group's maps for so long: it is mapped soon, or another's
 
 
@@ -87,17 +88,19 @@ def _members(group: int) -> list[int]:
 
 
 def _shared_memory(group: int) -> set[str]:
-    """Paths of Python's shared memory that processes of the group have mapped."""
-    found: set[str] = set()
+    """Paths of Python's shared memory and semaphores that processes of the group have mapped."""
+    mapped: set[int] = set()
     for pid in _members(group):
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text()
-            found |= {line.split()[5] for line in maps.splitlines() if "/dev/shm/psm_" in line}
-    return found
+            # by inode: a semaphore is mapped under another name than the one it then gets
+            mapped |= {int(line.split()[4]) for line in maps.splitlines() if "/dev/shm/" in line}
+    with os.scandir("/dev/shm") as files:
+        return {file.path for file in files if file.name.startswith(_NAMES) and file.inode() in mapped}
 
 
 def _python_shared_memory() -> list[str]:
-    return [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith("psm_")]
+    return [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(_NAMES)]
 
 
 def _remove(paths: set[str]) -> None:

@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -23,7 +24,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from specdec.channel.segment import sweep
-from specdec.errors import SetupError
+from specdec.errors import SettingsError, SetupError
 from specdec.guard import Guarded
 from specdec.model import NAME as DEMO_MODEL
 from specdec.model import demo_model
@@ -50,12 +51,20 @@ def quiet(_: str) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nothing listens on now. They are not reserved."""
+    """Ports nothing listens on now. They are not reserved, but below those that the kernel gives to connections: a
+    service started again would find its own taken by one."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    below = range(max(1024, first - 12000), first)
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind((_LOOPBACK, 0))
-        return [s.getsockname()[1] for s in sockets]
+        found: list[int] = []
+        for port in [*random.sample(below, len(below)), *[0] * count]:  # 0: any the kernel has
+            one = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind((_LOOPBACK, port))
+                found.append(one.getsockname()[1])
+            if len(found) == count:
+                break
+        return found
 
 
 class Service:
@@ -124,6 +133,7 @@ class Stack:
         logs: Path,
         *,
         drafter: str = "ngram",
+        draft_model: Path | None = None,
         router_args: Sequence[str] = (),
         verifier_args: Sequence[str] = (),
         vllm_args: Sequence[str] = (),
@@ -147,9 +157,12 @@ class Stack:
         self.draft: Service | None = None
         self.router: Service | None = None
         self._more_routers: list[Service] = []
+        self._model, self._draft_model = model, draft_model
         self._draft_health, self._router_port, self._router_args = draft_health, port or router, list(router_args)
         verifier_args = ["--model", str(model), "--pair", self.pair, "--port", str(vllm), *verifier_args]
         verifier_args += ["--control-port", str(self.control_port), "--health-port", str(verifier_health)]
+        if drafter == "eagle3":
+            verifier_args += ["--head", str(draft_model)]
         self.verifier = self._service("verifier", [*verifier_args, "--", *vllm_args], self.verifier_url)
         try:
             self.start_draft(drafter)
@@ -167,12 +180,16 @@ class Stack:
         self._await_loop(self.url, timeout_s)
         self._progress("ready")
 
-    def start_draft(self, drafter: str) -> None:
-        """Starts a draft for the pair, stopping the one before."""
-        self.drafter = drafter
+    def start_draft(self, drafter: str, draft_model: Path | None = None) -> None:
+        """Starts a draft for the pair, stopping the one before; without `draft_model`, with the stack's own."""
+        self.drafter, draft_model = drafter, draft_model or self._draft_model
         if self.draft is not None:
             self.draft.process.stop()
         args = ["--pair", self.pair, "--drafter", drafter, "--health-port", str(self._draft_health)]
+        if draft_model:
+            args += ["--model", str(draft_model)]
+        if drafter == "eagle3":
+            args += ["--target", str(self._model)]
         self.draft = self._service("draft", args, self.draft_url)
 
     def start_router(self, *args: str) -> None:
@@ -255,6 +272,9 @@ class UpSettings(Settings):
         "", description="a model folder or a name vLLM can load; default the demo model, SmolLM2-135M-Instruct"
     )
     drafter: str = Field("ngram", description="as specdec draft --drafter")
+    draft_model: Path | None = Field(
+        None, description="as specdec draft --model: a small model's folder, or with --drafter eagle3 a head's"
+    )
     host: str = Field("127.0.0.1", description="address the router listens on; the other services stay on loopback")
     port: int = Field(8000, ge=1, le=65535, description="the router's OpenAI API; the other ports are chosen free")
     policy: str = Field("accept-length", description="as specdec router --policy")
@@ -274,6 +294,8 @@ def up(argv: list[str]) -> int:
 
     ours, vllm_args = split_extra(argv)
     settings = UpSettings.load(ours)
+    if settings.drafter in ("causal", "eagle3") and settings.draft_model is None:
+        raise SettingsError(f"--drafter {settings.drafter} needs --draft-model: the folder of its weights")
     listen(settings.host, settings.port, "--port").close()  # before anything is started that would then wait for it
     model = settings.model or str(demo_model())
     if not vllm_args and not settings.model:
@@ -288,6 +310,7 @@ def up(argv: list[str]) -> int:
             model,
             logs.folder,
             drafter=settings.drafter,
+            draft_model=settings.draft_model,
             router_args=router_args,
             vllm_args=vllm_args,
             defaults={} if settings.model else CPU_ENVIRONMENT,

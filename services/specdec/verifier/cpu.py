@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 import vllm.v1.worker.cpu_worker as cpu_worker
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from specdec.errors import SetupError
+from specdec.verifier.states import HandOver, layers_from_environment
 
 
 def expand_batch_to_tokens(
@@ -57,6 +62,27 @@ def _mask_bonus(
 
 
 class Runner(CPUModelRunner):
+    _hand_over: HandOver | None = None  # rank 0's, with a head
+
+    def _setup_eagle3_aux_hidden_state_outputs(self) -> None:
+        layers = layers_from_environment(self.model_config.hf_text_config.num_hidden_layers)
+        if layers is None:
+            return
+        model = self.get_model()
+        if not supports_eagle3(model):
+            raise SetupError(f"vLLM's {type(model).__name__} does not give its hidden states: it cannot have a --head")
+        model.set_aux_hidden_state_layers(layers)
+        self.use_aux_hidden_state_outputs = True
+        if get_tensor_model_parallel_rank() == 0:
+            self._hand_over = HandOver(layers, self.model_config.get_hidden_size(), self.model_config.dtype)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Before sampling, so that the states have left when the scheduler tells the draft what stands."""
+        if self._hand_over and (came := self.execute_model_state):
+            ids = self.input_ids.cpu[: came.scheduler_output.total_num_scheduled_tokens]
+            self._hand_over.write(came.scheduler_output, self.input_batch, ids, came.aux_hidden_states)
+        return super().sample_tokens(grammar_output)
+
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> list[list[int]]:

@@ -19,6 +19,7 @@ from specdec.channel.segment import Role, Segment
 from specdec.errors import SetupError
 from specdec.verifier import SEGMENT_VARIABLE, seams
 from specdec.verifier.link import Deadline, Link, Session
+from specdec.verifier.states import SESSIONS_ATTRIBUTE
 from specdec.vocabulary import UNREADABLE, Vocabulary
 
 
@@ -45,6 +46,7 @@ class Scheduler(VllmScheduler):
         Executor.get_class(self.vllm_config).take_draft_token_ids = _nothing_to_take
         segment = Segment.attach(Path(os.environ[SEGMENT_VARIABLE]), Role.ENGINE)
         vocabulary = segment.vocabulary = self._vocabulary()
+        self._with_states = segment.layout.states_mb > 0
         fixed_s = segment.word("control.draft_limit_us").value / 1e6
         deadline = Deadline(floor_s=fixed_s, cap_s=fixed_s) if fixed_s else Deadline()
         # vLLM checks a cycle's adapters against those of sessions in it, so a held one's would come on top of them
@@ -77,6 +79,9 @@ class Scheduler(VllmScheduler):
         )
         output = super().schedule(*args, **kwargs)
         self._open_sessions(output)
+        if self._with_states:
+            sessions = {name: (session.id, session.epoch) for name, (_, session, _) in self._live.items()}
+            setattr(output, SESSIONS_ATTRIBUTE, sessions)
         for session, request in requests.items():
             if request.request_id in output.num_scheduled_tokens:
                 link.scheduled(session, len(output.scheduled_spec_decode_tokens.get(request.request_id, ())))

@@ -53,6 +53,13 @@ CPU_SEAMS = (
         ("self", "scheduler_output", "zeros_only"),
         "the same, near the context limit",
     ),
+    Seam("vllm.v1.worker.cpu_model_runner:CPUModelRunner.sample_tokens", ("self", "grammar_output"), "hidden states"),
+    Seam(
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner._setup_eagle3_aux_hidden_state_outputs",
+        ("self",),
+        "which layers' hidden states are kept",
+    ),
+    Seam("vllm.model_executor.models.interfaces:supports_eagle3", ("model",), "whether the target has them"),
     Seam(
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner._sample",
         ("self", "logits", "spec_decode_metadata"),
@@ -89,6 +96,16 @@ CPU_WORDS = {
         "self.next_decode_eligible_step",
         "self.resumable",
         "self.num_computed_tokens",
+    ),
+    "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model": ("self._setup_eagle3_aux_hidden_state_outputs()",),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model": (
+        "self.use_aux_hidden_state_outputs",
+        "hidden_states, aux_hidden_states = model_output",
+        "self.execute_model_state = ExecuteModelState(",
+    ),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs": (
+        "self.input_ids.cpu[:total_num_scheduled_tokens]",
+        "self.input_batch.num_computed_tokens_cpu",
     ),
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync": (
         "self.discard_request_mask.np",

@@ -1,5 +1,6 @@
 """The verifier's settings."""
 
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
@@ -28,6 +29,14 @@ class VerifierSettings(Settings):
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sessions vLLM runs at once (its own --max-num-seqs)")
     draft_deadline_ms: float = Field(
         0, ge=0, description="how long a cycle waits for its drafts; 0: 1.5 times the draft's p99, at least 2 ms"
+    )
+    head: Path | None = Field(
+        None,
+        description="folder of the EAGLE-3 head the draft runs (its --model): its config says which layers' "
+        "hidden states the target hands over",
+    )
+    states_mb: int = Field(
+        64, ge=1, le=65536, description="with --head, memory in /dev/shm for hidden states on their way, in MiB"
     )
     stall_s: float = Field(
         120, gt=0, description="not ready if the engine begins no cycle for so long while sessions are open"

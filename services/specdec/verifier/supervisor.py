@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -20,9 +19,10 @@ from specdec.errors import SettingsError, SetupError
 from specdec.guard import Guarded
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
+from specdec.scratch import Scratch
 from specdec.serve import listen, serving
 from specdec.telemetry import PairMetrics, health_app
-from specdec.verifier import SEGMENT_VARIABLE
+from specdec.verifier import HEAD_VARIABLE, SEGMENT_VARIABLE
 from specdec.verifier.control import Control
 from specdec.verifier.seams import vllm_version
 from specdec.verifier.settings import VerifierSettings
@@ -89,6 +89,8 @@ class Supervisor:
         self._settings = settings
         self._command = engine_command(settings, extra)
         self._vllm_version = vllm_version()
+        if settings.head and not (settings.head / "config.json").is_file():
+            raise SettingsError(f"--head {settings.head}: no folder with a config.json")
         if settings.host in ("0.0.0.0", "::") and not settings.advertise:
             raise SettingsError(f"--host {settings.host} needs --advertise: the URL under which routers reach vLLM")
         self._address = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -106,15 +108,18 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        with Segment.create(segment_path(s.pair), Layout(2 * s.max_num_seqs, s.max_steps)) as segment:
+        layout = Layout(2 * s.max_num_seqs, s.max_steps, states_mb=s.states_mb if s.head else 0)
+        with Segment.create(segment_path(s.pair), layout) as segment:
             self._segment = segment
             segment.word("control.draft_limit_us").value = int(s.draft_deadline_ms * 1000)
             self._control = Control(segment, self._describe, self._metrics)
             server = grpc.aio.server(options=_SERVER)
             pb_grpc.add_SpeculationServicer_to_server(self._control, server)
             server.add_insecure_port(f"{self._address}:{s.control_port}")
-            sockets = tempfile.TemporaryDirectory(prefix="specdec-vllm-")  # vLLM leaves its sockets where it makes them
-            variables = {SEGMENT_VARIABLE: str(segment.path), "VLLM_RPC_BASE_PATH": sockets.name}
+            sockets = Scratch("specdec-vllm-")  # vLLM leaves its sockets where it makes them
+            variables = {SEGMENT_VARIABLE: str(segment.path), "VLLM_RPC_BASE_PATH": str(sockets.path)}
+            if s.head:
+                variables[HEAD_VARIABLE] = str(s.head)
             engine = Guarded(self._command, env=engine_environment(**variables))
             self._control.start()
             try:
@@ -125,7 +130,7 @@ class Supervisor:
                 self._control.stop()
                 await server.stop(1)
                 await asyncio.to_thread(engine.stop, s.stop_grace_s)
-                sockets.cleanup()
+                sockets.remove()
 
     async def _watch(self, engine: Guarded) -> int:
         deadline = time.monotonic() + self._settings.start_timeout_s
