@@ -20,6 +20,14 @@ def test_the_demos_figures_are_those_of_the_committed_run():
     assert json.loads(line) == json.loads((ROOT / "results" / "demo-cpu.json").read_text())["result"]
 
 
+def test_the_benchmarks_figures_are_those_of_the_committed_run():
+    rows = json.loads((ROOT / "results" / "bench-cpu.json").read_text())["rows"]
+    measured = {row["variant"]: (round(row["ratio"], 2), round(row["accept_length"] or 0, 2)) for row in rows}
+    table = re.findall(r"^\| `(off|k = 4|auto)` \| ([\d.]+) \| ([\d.]+) \|$", README, re.M)
+    assert len(table) == 3
+    assert {name: (float(ratio), float(length)) for name, ratio, length in table}.items() <= measured.items()
+
+
 def test_the_drafter_and_the_policy_in_it_run():
     scope: dict[str, type] = {}
     for block in blocks("python"):
