@@ -17,6 +17,7 @@ from specdec.model import demo_model
 
 VOCABULARY = 49152
 AUX_LAYERS = (2, 15, 27)  # of the demo model's 30
+COLUMNS = [0, 97, 575, 576, 1000, 1151, 1152, 1411, 1727]  # some of each layer's 576
 
 
 class Perfect:
@@ -79,7 +80,7 @@ class PastEnd(Perfect):
 
 
 class Listening(Noisy):
-    """Writes down which hidden states it was given of a session's committed tokens, in a file a session."""
+    """Writes down which hidden states it was given of a session's committed tokens, some columns, a file a session."""
 
     aux_layers = AUX_LAYERS
 
@@ -96,7 +97,7 @@ class Listening(Noisy):
         for session in sessions:
             read = self._read.setdefault(session, {})
             for states in session.settled():
-                read |= {states.position + i: row.copy() for i, row in enumerate(states.rows)}
+                read |= {states.position + i: row[COLUMNS].copy() for i, row in enumerate(states.rows)}
         return False
 
     def forget(self, session: DraftSession) -> None:

@@ -10,11 +10,13 @@ import signal
 import threading
 import time
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -24,7 +26,7 @@ import psutil
 import pytest
 
 from engine_prompts import CASES, MIN_TOKENS, MIN_TOKENS_CASES, Completion, Oracle, complete, complete_all
-from fake_drafters import AUX_LAYERS, states_folder
+from fake_drafters import AUX_LAYERS, COLUMNS, states_folder
 from specdec.channel.segment import segment_path, sweep
 from specdec.client import chat, stream_chat
 from specdec.proto import speculation_pb2 as pb
@@ -142,8 +144,10 @@ def test_greedy_answers_are_the_targets_own(engine_stack: Stack, oracle: Oracle,
     until(lambda: metric(engine_stack.verifier_url, "specdec_sessions") == 0)
 
 
-def test_greedy_answers_through_preemption_prefix_hits_and_cut_prompts(engine_stack: Stack, oracle: Oracle):
-    engine_stack.start_draft("fake_drafters:Noisy")
+def test_greedy_answers_and_hidden_states_through_preemption_prefix_hits_and_cut_prompts(
+    engine_stack: Stack, oracle: Oracle, model: Path
+):
+    engine_stack.start_draft("fake_drafters:Listening")
     engine_stack.start_router("--policy", "fake_policies:Cycling", "--window", "2")
     engine_stack.wait_ready()
 
@@ -161,48 +165,34 @@ def test_greedy_answers_through_preemption_prefix_hits_and_cut_prompts(engine_st
             break
     assert seen()[0] > preempted
     assert seen()[1] > hits
-
-
-def test_hidden_states_are_the_targets_own_through_rejections_preemption_prefix_hits_and_cut_prompts(
-    engine_stack: Stack, oracle: Oracle, model: Path
-):
-    """Of every committed token from where the target computed them, compared with transformers."""
-    engine_stack.start_draft("fake_drafters:Listening")
-    engine_stack.start_router("--policy", "fake_policies:Cycling", "--window", "2")
-    engine_stack.wait_ready()
-    folder = states_folder(oracle.path)
-    names = ("vllm:num_preemptions_total", "vllm:prefix_cache_hits_total")
-    before = [metric(engine_stack.vllm_url, name) for name in names]
-    for _ in range(3):  # whether a session must be preempted depends on who meets whom
-        oracle.compare(complete_all(engine_stack.url, at_once=32))
-        if all(metric(engine_stack.vllm_url, name) > was for name, was in zip(names, before, strict=True)):
-            break
-    else:
-        pytest.fail("nothing was preempted")
     until(lambda: metric(engine_stack.verifier_url, "specdec_sessions") == 0)
     engine_stack.start_draft("fake_drafters:Perfect")  # the one before has written all when it has ended
     engine_stack.wait_ready()
+    heard = [np.load(path) for path in states_folder(oracle.path).glob("*-*.npz")]
+    assert sum(len(session["positions"]) for session in heard) > 2000
+    lost = httpx.get(engine_stack.verifier_url + "/metrics", timeout=5).text
+    assert 'specdec_dropped_total{cause="lost_states"} 0.0' in lost
+    compare_states(heard, model)
+
+
+def compare_states(heard: list[Any], model: Path) -> None:
+    """The hidden states a draft was given are those transformers computes, of every committed token but the last, from
+    where the target computed them: a hit in its prefix cache ends at a whole block."""
     import torch
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    starts = Counter[int]()
-    checked = 0
-    for path in folder.glob("*-*.npz"):
-        heard = np.load(path)
-        tokens, positions = heard["tokens"].tolist(), heard["positions"].tolist()
+    for session in heard:
+        tokens, positions = session["tokens"].tolist(), session["positions"].tolist()
         if not positions:
             continue
         assert positions == list(range(positions[0], positions[-1] + 1)), "a gap"
-        assert positions[-1] >= len(tokens) - 2, "all but the last"
-        starts[positions[0]] += 1
+        assert positions[-1] >= len(tokens) - 2
+        assert positions[0] % 32 == 0
         with torch.inference_mode():
             layers = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        right = torch.cat([layers[layer][0] for layer in AUX_LAYERS], -1)[positions[0] : positions[-1] + 1]
-        torch.testing.assert_close(torch.tensor(heard["rows"]), right, rtol=1e-3, atol=2e-2)
-        checked += len(positions)
-    assert checked > 3000
-    assert all(start % 32 == 0 for start in starts), "else something was lost"
+        right = torch.cat([layers[layer][0] for layer in AUX_LAYERS], -1)[positions][:, COLUMNS]
+        torch.testing.assert_close(torch.tensor(session["rows"]), right, rtol=1e-3, atol=2e-2)
 
 
 def test_greedy_answers_without_any_draft(engine_stack: Stack, oracle: Oracle):
@@ -423,7 +413,8 @@ def test_a_router_that_stalls_takes_its_sessions_back(engine_stack: Stack):
         assert pending.result(120).usage["completion_tokens"] == 300
         late = [v for at, v in recorder.cycles if at > resumed + 1.0]
     assert len(late) > 20
-    assert sum(v.order > 0 and v.proposed == 2 for v in late) > len(late) * 0.8
+    assert sum(v.order > 0 and v.steps == 2 for v in late) > len(late) * 0.8
+    assert any(v.proposed == 2 for v in late)
 
 
 # ---- the draft cannot hurt
@@ -452,8 +443,8 @@ def test_a_draft_that_fails_mid_answer_costs_speed_only(engine_stack: Stack, ora
             os.killpg(group, signal.SIGCONT)
         resumed = time.monotonic()
         oracle.compare(pending.result(300))
-        again = complete(engine_stack.url, CASES[4])
-        assert again.usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+        asking = partial(complete, engine_stack.url, CASES[4])
+        until(lambda: asking().usage["completion_tokens_details"]["accepted_prediction_tokens"], 60)
         assert any(v.accepted for at, v in recorder.cycles if at > resumed)
     until(lambda: metric(engine_stack.verifier_url, "specdec_draft_up") == 1)
 

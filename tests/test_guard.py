@@ -244,7 +244,9 @@ def test_the_exit_code_is_passed_on(code):
     assert code_of("sh", "-c", f"exit {code}") == code
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name
+)
 def test_a_command_killed_by_a_signal_is_128_more(number):
     assert code_of("sh", "-c", f"kill -{number.value} $$") == 128 + number
 

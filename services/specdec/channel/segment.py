@@ -193,8 +193,9 @@ class Segment:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What the engine has counted, by name (layout.COUNT_WORDS)."""
-        return {name: self.word(f"counts.{name}").value for name in COUNT_WORDS}
+        """What the engine has counted, by name (layout.COUNT_WORDS), and its worker (tokens whose states were lost)."""
+        counted = {name: self.word(f"counts.{name}").value for name in COUNT_WORDS}
+        return {**counted, "lost_states": self.word("worker.states_lost").value}
 
     @property
     def vocabulary(self) -> tuple[int, int] | None:
