@@ -3,6 +3,8 @@ before. The states come from a real model, so that layer ids count."""
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -254,6 +256,18 @@ def test_a_session_that_outgrows_its_cells_keeps_what_they_hold(plain):
     assert len(verifier.session.tokens) > 2 * SMALLEST
 
 
+def test_a_session_at_the_context_limit_holds_nothing(plain):
+    dice, drafter = random.Random(16), plain.drafter()
+    verifier = FakeVerifier(plain.target, dice, drafter.context_limit - 4)
+    session = verifier.session
+    assert plain.right(session, drafter.propose([session], [3])[0], 3)
+    while len(session.tokens) < drafter.context_limit:
+        verifier.verify([])
+    assert not drafter.ahead([session])
+    assert not session.states
+    assert drafter._pool.cells.free == drafter._pool.cells.size
+
+
 def test_cells_of_a_pass_that_failed_do_not_count(plain, monkeypatch):
     dice, drafter = random.Random(13), plain.drafter()
     verifier = FakeVerifier(plain.target, dice, 20)
@@ -450,6 +464,11 @@ def test_the_command_line_names_it(plain, tmp_path):
         load_drafter("eagle3", model=plain.folder)
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         load_drafter("eagle3", model=plain.folder, target=tmp_path)
+
+
+def test_a_head_is_asked_for_its_layers_without_torch():
+    code = "import sys, specdec.heads; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

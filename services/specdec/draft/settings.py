@@ -24,7 +24,7 @@ class DraftSettings(Settings):
     )
     model: Path | None = Field(None, description="folder of the draft's weights, in transformers' format")
     target: Path | None = Field(
-        None, description="folder of the verifier's model: an EAGLE-3 head uses its embeddings, nothing else is read"
+        None, description="folder of the verifier's model: an EAGLE-3 head takes its embeddings from there"
     )
     device: str = Field("cpu", description="where the weights go: 'cpu', 'cuda:0', ...")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type the draft computes in")

@@ -125,8 +125,7 @@ class Eagle3Drafter:
         self._drafting = set(sessions)
         for session in sessions:
             self._collect(session, self._drafting)
-        ready = {i: self._ready(session, k) for i, (session, k) in enumerate(zip(sessions, steps, strict=True))}
-        served = {i: context for i, context in ready.items() if context is not None}
+        served = {i: context for i, session in enumerate(sessions) if (context := self._ready(session, steps[i]))}
         self._read([sessions[i] for i in served])
         drafts: list[list[int]] = [[] for _ in sessions]
         order = sorted(served, key=lambda i: -steps[i])
@@ -150,6 +149,10 @@ class Eagle3Drafter:
 
     def _collect(self, session: DraftSession, busy: Container[DraftSession]) -> None:
         """Takes what has come for a session to its context, without reading it."""
+        if len(session.tokens) >= self.context_limit:  # never drafted for again
+            session.states.clear()
+            self._contexts.release(session)
+            return
         for came in session.settled():
             context, end = self._contexts.get(session), came.position + len(came.tokens)
             if context is not None and end <= context.end:
