@@ -27,6 +27,7 @@ class DraftService:
         self._drafter = load_drafter(
             settings.drafter,
             model=settings.model,
+            target=settings.target,
             device=settings.device,
             dtype=settings.dtype,
             memory_gb=settings.memory_gb,

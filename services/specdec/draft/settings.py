@@ -19,10 +19,13 @@ class DraftSettings(Settings):
     pair: str = Field("default", description="name of the pair, as the verifier's --pair")
     drafter: str = Field(
         "ngram",
-        description="'ngram' (prompt lookup, no weights), 'causal' (a small model, --model), or 'module:Class' with "
-        "the two methods of Drafter",
+        description="'ngram' (prompt lookup, no weights), 'causal' (a small model, --model), 'eagle3' (an EAGLE-3 "
+        "head, --model, and --target), or 'module:Class' with the two methods of Drafter",
     )
     model: Path | None = Field(None, description="folder of the draft's weights, in transformers' format")
+    target: Path | None = Field(
+        None, description="folder of the verifier's model: an EAGLE-3 head takes its embeddings from there"
+    )
     device: str = Field("cpu", description="where the weights go: 'cpu', 'cuda:0', ...")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type the draft computes in")
     memory_gb: float = Field(

@@ -1,7 +1,7 @@
 """Drafters: what turns a session's committed tokens into k guesses.
 
-A drafter is two verbs. Built in: `ngram`, `causal`. Any other class is named `module:Class`, made with no arguments.
-Where it has limits of its own it also says so:
+A drafter is two verbs. Built in: `ngram`, `causal`, `eagle3`. Any other class is named `module:Class`, made with no
+arguments. Where it has limits of its own it also says so:
 
     context_limit: int          # most tokens a session may have, drafts included; longer ones are decoded plainly
     vocabulary: dict[str, int]  # its tokenizer's get_vocab(); it is compared with the target's before the first draft
@@ -72,7 +72,13 @@ class Drafter(Protocol):
 
 
 def load_drafter(
-    name: str, *, model: Path | None = None, device: str = "cpu", dtype: str = "float32", memory_gb: float = 1.0
+    name: str,
+    *,
+    model: Path | None = None,
+    target: Path | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    memory_gb: float = 1.0,
 ) -> Drafter:
     """A built-in drafter by its name, or `module:Class`; the others are for drafters with weights.
 
@@ -84,8 +90,17 @@ def load_drafter(
         from specdec.draft.drafters.causal import CausalDrafter
 
         return CausalDrafter(model, device=device, dtype=dtype, memory_bytes=int(memory_gb * 2**30))
+    if name == "eagle3":
+        if model is None or target is None:
+            raise SettingsError(
+                "--drafter eagle3 needs --model, the folder of an EAGLE-3 head, and --target, the folder of the "
+                "verifier's model: the head uses its embeddings"
+            )
+        from specdec.draft.drafters.eagle3 import Eagle3Drafter
+
+        return Eagle3Drafter(model, target, device=device, dtype=dtype, memory_bytes=int(memory_gb * 2**30))
     if name == "ngram":
         from specdec.draft.drafters.ngram import NgramDrafter
 
         return NgramDrafter()
-    return cast(Drafter, make("--drafter", name, ("ngram", "causal"), ("propose", "forget")))
+    return cast(Drafter, make("--drafter", name, ("ngram", "causal", "eagle3"), ("propose", "forget")))

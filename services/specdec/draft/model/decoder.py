@@ -84,6 +84,8 @@ class Rope:
         kind = config.rope_parameters.get("rope_type", "default")
         if kind in ("dynamic", "longrope"):
             raise CheckpointError(f"rope type {kind} depends on the text's length, and a KV cache cannot follow that")
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            raise CheckpointError(f"rope type {kind} is not computed here")
         if kind == "default":
             size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             exponents = torch.arange(0, size, 2, dtype=torch.float32) / size

@@ -8,7 +8,10 @@ A run's length is a power of two and starts at a multiple of it (buddy allocatio
 are freed, and a session that outgrows its run moves to one of twice the length. Attention reads a run as it lies.
 """
 
+from collections import OrderedDict
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -81,3 +84,61 @@ class KvPool:
     def move(self, old: Run, new: Run, cells: int) -> None:
         """Copies the first `cells` cells of a run to another."""
         self.store[:, :, new.start : new.start + cells] = self.store[:, :, old.start : old.start + cells]
+
+
+class Held(Protocol):
+    """What is known of a session's run."""
+
+    run: Run
+
+    @property
+    def cells(self) -> int:
+        """How many of the run's cells hold something."""
+        ...
+
+
+Key = TypeVar("Key", bound=Hashable)
+State = TypeVar("State", bound=Held)
+
+
+class Holders(Generic[Key, State]):
+    """Who holds which run of a pool. Those used least recently make way for others."""
+
+    def __init__(self, pool: KvPool, begin: Callable[[Run], State]) -> None:
+        self._pool, self._begin = pool, begin
+        self._held: OrderedDict[Key, State] = OrderedDict()  # least recently used first
+        self.evicted = 0  # for lack of room: those that made way, and those that found none
+
+    def get(self, key: Key) -> State | None:
+        return self._held.get(key)
+
+    def room(self, key: Key, cells: int, busy: Container[Key]) -> State | None:
+        """The key's state with room for `cells` cells, what they hold kept. None: the busy ones leave too little."""
+        state = self._held.get(key)
+        if state is None or state.run.length < cells:
+            run = self._take(cells, busy)
+            if run is None:
+                self.release(key)
+                self.evicted += 1
+                return None
+            if state is None:
+                state = self._held[key] = self._begin(run)
+            else:
+                self._pool.move(state.run, run, state.cells)
+                self._pool.cells.give_back(state.run)
+                state.run = run
+        self._held.move_to_end(key)
+        return state
+
+    def release(self, key: Key) -> None:
+        if state := self._held.pop(key, None):
+            self._pool.cells.give_back(state.run)
+
+    def _take(self, cells: int, busy: Container[Key]) -> Run | None:
+        while (run := self._pool.cells.take(cells)) is None:
+            victim = next((key for key in self._held if key not in busy), None)
+            if victim is None:
+                return None
+            self.release(victim)
+            self.evicted += 1
+        return run

@@ -1,7 +1,8 @@
 """Named tensors of a model folder, read one by one: a head needs its target's embeddings, not the target."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import copy
 from pathlib import Path
 from typing import Self
 
@@ -19,7 +20,7 @@ class Weights:
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         self.folder, self.device, self.dtype = folder, device, dtype
-        self._files = _files(folder)
+        self._files = {name: (path, name) for name, path in _files(folder).items()}  # file, and the name in it
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -32,20 +33,28 @@ class Weights:
         """Another folder's tensors, for the same device and dtype."""
         return type(self)(folder, self.device, self.dtype)
 
+    def renamed(self, rename: Callable[[str], str]) -> Self:
+        """The same tensors under other names."""
+        same = copy(self)
+        same._files = {rename(name): place for name, place in self._files.items()}
+        return same
+
     def take(self, *names: str) -> torch.Tensor:
         """The first of `names` that is there. Raises CheckpointError if none is."""
         for name in names:
             if name in self._files:
-                with safe_open(self._files[name], framework="pt") as file:
-                    tensor = file.get_tensor(name)
+                path, there = self._files[name]
+                with safe_open(path, framework="pt") as file:
+                    tensor = file.get_tensor(there)
                 dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
                 return tensor.to(device=self.device, dtype=dtype)
         raise CheckpointError(f"{self.folder} has no tensor {' or '.join(names)}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Its shape, read from the file's header."""
-        with safe_open(self._files[name], framework="pt") as file:
-            return tuple(file.get_slice(name).get_shape())
+        path, there = self._files[name]
+        with safe_open(path, framework="pt") as file:
+            return tuple(file.get_slice(there).get_shape())
 
 
 def _files(folder: Path) -> dict[str, Path]:
