@@ -81,6 +81,25 @@ class DraftMetrics:
         self.unmatched = Counter("specdec_draft_unmatched_rows", "Outcome rows that fitted no session", registry=r)
         self.garbage = Counter("specdec_draft_garbage_frames", "Outcome frames that were never whole", registry=r)
         self.faults = Counter("specdec_draft_faults", "Drafter calls that raised", registry=r)
+        self.run_ahead = Counter(
+            "specdec_draft_run_ahead",
+            "Sessions' cycles drafted for ahead: hit, answered without a pass; miss, drafted for again; unused, no "
+            "drafts wanted",
+            ["result"],
+            registry=r,
+        )
+        self.run_ahead_hit, self.run_ahead_miss, self.run_ahead_unused = (
+            self.run_ahead.labels(result) for result in ("hit", "miss", "unused")
+        )
+        self.run_ahead_waited = Counter(
+            "specdec_draft_run_ahead_waited", "Hits whose frame waited for another session's drafts", registry=r
+        )
+        self.run_ahead_saved = Counter(
+            "specdec_draft_run_ahead_saved_seconds", "Passes that answers did not wait for, as passes last", registry=r
+        )
+        self.read_ahead = Counter(
+            "specdec_draft_read_ahead_tokens", "Committed tokens read before any draft was wanted", registry=r
+        )
 
 
 class RouterMetrics:

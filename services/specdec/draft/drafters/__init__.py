@@ -22,6 +22,7 @@ import numpy as np
 
 from specdec.errors import SettingsError
 from specdec.plugins import make
+from specdec.telemetry import DraftMetrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,14 @@ class Drafter(Protocol):
 
 
 def load_drafter(
-    name: str, *, model: Path | None = None, device: str = "cpu", dtype: str = "float32", memory_gb: float = 1.0
+    name: str,
+    *,
+    model: Path | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    memory_gb: float = 1.0,
+    run_ahead: bool = False,
+    metrics: DraftMetrics | None = None,
 ) -> Drafter:
     """A built-in drafter by its name, or `module:Class`; the others are for drafters with weights.
 
@@ -94,7 +102,14 @@ def load_drafter(
             raise SettingsError("--drafter causal needs --model: the folder of a small model of the target's family")
         from specdec.draft.drafters.causal import CausalDrafter
 
-        return CausalDrafter(model, device=device, dtype=dtype, memory_bytes=int(memory_gb * 2**30))
+        return CausalDrafter(
+            model,
+            device=device,
+            dtype=dtype,
+            memory_bytes=int(memory_gb * 2**30),
+            run_ahead=run_ahead,
+            metrics=metrics,
+        )
     if name == "ngram":
         from specdec.draft.drafters.ngram import NgramDrafter
 
