@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from specdec.channel.layout import COMMIT, OPEN
 from specdec.draft import lines
 from specdec.draft.drafters import DraftSession
 from specdec.draft.drafters.causal import CausalDrafter
-from specdec.draft.model.kv import SMALLEST, KvPool
+from specdec.draft.lines import Line, Lines
+from specdec.draft.model.kv import SMALLEST
 from specdec.draft.runahead import MOST_BRANCHES, RANKS, Guess, PassTime, RunAhead
 from specdec.draft.settings import DraftSettings
 from specdec.telemetry import DraftMetrics
@@ -106,6 +108,12 @@ def small(tmp_path_factory):
     return save(folder, CONFIGS["llama"]), folder
 
 
+@torch.inference_mode()
+def choice(model, tokens, rank=0):
+    """What the model holds likeliest after these tokens, or the rank-th likeliest after that."""
+    return model(torch.tensor([tokens])).logits[0, -1].topk(RANKS).indices[rank].item()
+
+
 class FakeGuesses(RunAhead):
     """Any guesses at all, other ones at every call."""
 
@@ -121,7 +129,7 @@ class FakeGuesses(RunAhead):
 class Interplay:
     """Sessions whose target says whatever the dice say: the draft's own next token, a runner-up, or any other.
 
-    `told` counts outcomes by how they came about, `hit` those of them that were answered from what was kept.
+    Beside the drafter that runs ahead there is a plain one, which is asked the same.
     """
 
     def __init__(self, model, folder, seed, **settings):
@@ -131,33 +139,33 @@ class Interplay:
         self.drafter._run_ahead = FakeGuesses(self.dice)
         self.plain = CausalDrafter(folder)
         self.sessions = [DraftSession(i, 1, words(self.dice, 1 + 6 * i)) for i in range(4)]
-        self.kinds, self.drafts = {}, {}
-        self.told, self.hit = Counter(), Counter()
+        self.drafts = {}  # each session's last ones
 
     def count(self, name, **labels):
         return self.metrics.registry.get_sample_value(f"specdec_draft_{name}_total", labels)
-
-    @torch.inference_mode()
-    def likeliest(self, tokens):
-        return self.model(torch.tensor([tokens])).logits[0, -1].topk(RANKS).indices.tolist()
 
     def commit(self, session):
         """An outcome of the session's last drafts."""
         drafts = self.drafts.pop(session, [])
         kind = self.dice.choice(("main", "main", "branch", "branch", "other", "several", "nothing"))
-        accepted = drafts if kind == "main" else drafts[: self.dice.randint(0, len(drafts))]
-        text = session.tokens + accepted
-        rank = {"main": 0, "branch": self.dice.randint(1, RANKS - 1)}.get(kind)
-        if rank is not None:
-            accepted = [*accepted, self.likeliest(text)[rank]]
+        came = drafts if kind == "main" else drafts[: self.dice.randint(0, len(drafts))]
+        if kind in ("main", "branch"):
+            rank = 0 if kind == "main" else self.dice.randint(1, RANKS - 1)
+            came = [*came, choice(self.model, session.tokens + came, rank)]
         elif kind != "nothing":
-            accepted = accepted + words(self.dice, 1 if kind == "other" else 9)
-        session.tokens += accepted if kind != "nothing" else []
-        self.kinds[session] = kind
+            came = came + words(self.dice, 1 if kind == "other" else 9)
+        session.tokens += came if kind != "nothing" else []
 
-    def turn(self, most_ahead=12):
-        for _ in range(self.dice.randint(0, most_ahead)):
+    def run(self, turns):
+        for _ in range(turns):
+            self.turn()
+
+    def turn(self):
+        for _ in range(self.dice.randint(0, 12)):
             self.drafter.ahead(self.sessions)
+        assert all(
+            len(state.lines) <= 1 + MOST_BRANCHES for s in self.sessions if (state := self.drafter._lines.get(s))
+        )
         for session in self.sessions:
             if self.dice.random() < 0.9:
                 self.commit(session)
@@ -182,8 +190,7 @@ class Interplay:
 @pytest.mark.parametrize("seed", range(3))
 def test_proposals_are_the_same_with_and_without(model, seed):
     play = Interplay(*model, seed)
-    for _ in range(60):
-        play.turn()
+    play.run(60)
     assert play.count("run_ahead", result="hit") > 20
     assert play.count("run_ahead", result="miss") > 20
     assert play.count("run_ahead", result="unused") > 5
@@ -196,17 +203,20 @@ def test_proposals_are_the_same_with_and_without(model, seed):
 class Pressed(Interplay):
     """Memory for few sessions: some find no room, and the others' drafts are right all the same."""
 
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.served = Counter()
+
     def check(self, session, ids, k, plain):
         assert ids == [] or is_greedy(self.model, session.tokens, ids, k)
-        self.told["served" if ids else "no room"] += 1
+        self.served[bool(ids)] += 1
 
 
 def test_proposals_are_right_when_memory_is_short(small):
     play = Pressed(*small, 5, memory_bytes=6 * SMALLEST * CELL)
-    for _ in range(80):
-        play.turn()
+    play.run(80)
     assert play.drafter.evicted > 5
-    assert play.told["served"] > 3 * play.told["no room"] > 0
+    assert play.served[True] > 3 * play.served[False] > 0
     for session in play.sessions:
         play.drafter.forget(session)
     assert play.drafter._pool.cells.free == 6 * SMALLEST
@@ -215,87 +225,283 @@ def test_proposals_are_right_when_memory_is_short(small):
 # ---- mutants that the tests above must find
 
 
-def not_copied(pool, old, new, cells, start=0):
-    """The cells a branch shares with its session are not copied into it."""
-    if cells == start or start or old.length == new.length:
-        return
-    KvPool.real_move(pool, old, new, cells)
+def branches_without_cells(monkeypatch):
+    """The cells a branch shares with its session are not copied."""
+    real = Lines.branch
+
+    def branch(self, *args):
+        pool, self._pool = self._pool, SimpleNamespace(cells=self._pool.cells, move=lambda *_, **__: None)
+        try:
+            return real(self, *args)
+        finally:
+            self._pool = pool
+
+    monkeypatch.setattr(Lines, "branch", branch)
 
 
-def without_its_next_token(left, right):
+def lines_without_their_next_token(monkeypatch):
     """A kept line is found by the accepted count alone."""
-    pairs = list(zip(left, right, strict=False))
-    same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-    return len(right) if same == len(right) - 1 < len(left) else same
+    real = lines.common
+
+    def common(ids, came):
+        right = real(ids, came)
+        return len(came) if right == len(came) - 1 < len(ids) else right
+
+    monkeypatch.setattr(lines, "common", common)
 
 
-def test_a_branch_without_its_sessions_cells_is_found_out(small, monkeypatch):
-    monkeypatch.setattr(KvPool, "real_move", KvPool.move, raising=False)
-    monkeypatch.setattr(KvPool, "move", not_copied)
+def cells_of_rejected_drafts(monkeypatch):
+    """What drafts that did not stand have left in the cells is taken for the text's own."""
+    real = Line.follow
+
+    def follow(self, tokens):
+        cells = self.cells
+        real(self, tokens)
+        self.cells = cells
+
+    monkeypatch.setattr(Line, "follow", follow)
+
+
+@pytest.mark.parametrize("mutant", [branches_without_cells, lines_without_their_next_token, cells_of_rejected_drafts])
+def test_a_mutant_is_found_out(small, monkeypatch, mutant):
+    mutant(monkeypatch)
     play = Interplay(*small, 0)
-    with pytest.raises(AssertionError):
-        for _ in range(60):
-            play.turn()
-
-
-def test_a_line_found_without_its_next_token_is_found_out(small, monkeypatch):
-    monkeypatch.setattr(lines, "common", without_its_next_token)
-    play = Interplay(*small, 0)
-    with pytest.raises(AssertionError):
-        for _ in range(60):
-            play.turn()
+    with pytest.raises(AssertionError, match=r"assert \[\d+"):  # other drafts than the plain drafter's
+        play.run(60)
 
 
 # ---- what it saves
 
 
-class CountingModel:
-    """How many tokens each pass of the drafter's model took."""
+class Watched:
+    """A drafter that runs ahead with real guesses; every pass of its model is counted."""
 
-    def __init__(self, drafter):
-        self.passes = []
-        real = drafter._model.hidden
+    def __init__(self, folder, guesses=(), **settings):
+        self.metrics, self.passes = DraftMetrics(), []
+        self.drafter = CausalDrafter(folder, run_ahead=True, metrics=self.metrics, **settings)
+        self.drafter._run_ahead.branches = lambda steps: list(guesses)
+        self._hidden, self.drafter._model.hidden = self.drafter._model.hidden, self.hidden
 
-        def hidden(tokens, where, pool):
-            self.passes.append(len(tokens))
-            return real(tokens, where, pool)
+    def hidden(self, tokens, where, pool):
+        self.passes.append(len(tokens))
+        return self._hidden(tokens, where, pool)
 
-        drafter._model.hidden = hidden
+    def propose(self, sessions, steps):
+        """(drafts, passes that it took)"""
+        before = len(self.passes)
+        drafts = self.drafter.propose(sessions, steps)
+        return drafts, len(self.passes) - before
 
-    def taken(self):
-        passes, self.passes = self.passes, []
-        return passes
+    def in_a_loop(self):
+        """The drafter as the engine's loop calls it, and a list of the passes each proposal takes."""
+        real, taken = self.drafter.propose, []
+
+        def propose(sessions, steps):
+            before = len(self.passes)
+            drafts = real(sessions, steps)
+            taken.append(len(self.passes) - before)
+            return drafts
+
+        self.drafter.propose = propose
+        return self.drafter, taken
+
+    def finish(self, sessions):
+        """All there is to do ahead. Returns the passes it took."""
+        before = len(self.passes)
+        while self.drafter.ahead(sessions):
+            assert len(self.passes) - before < 100
+        return self.passes[before:]
+
+    def count(self, name, **labels):
+        return self.metrics.registry.get_sample_value(f"specdec_draft_{name}_total", labels)
 
 
-def run_out(drafter, sessions):
-    while drafter.ahead(sessions):
-        pass
-
-
-def ahead_of(folder, **settings):
-    metrics = DraftMetrics()
-    drafter = CausalDrafter(folder, run_ahead=True, metrics=metrics, **settings)
-
-    def count(name, **labels):
-        return metrics.registry.get_sample_value(f"specdec_draft_{name}_total", labels)
-
-    return drafter, CountingModel(drafter), count
-
-
-def test_the_main_line_is_answered_without_a_pass(small):
+def test_the_main_line_is_answered_without_a_pass_whatever_k_is_next(small):
     model, folder = small
-    drafter, passes, count = ahead_of(folder)
-    session = DraftSession(1, 1, words(random.Random(1), 10))
-    drafts = drafter.propose([session], [3])[0]
-    for k in (3, 3, 3, 2, 1):
-        run_out(drafter, [session])
-        passes.taken()
+    watched, session = Watched(folder), DraftSession(1, 1, words(random.Random(1), 10))
+    [drafts], _ = watched.propose([session], [3])
+    for k in (3, 3, 2, 1, 1):
+        watched.finish([session])
         session.tokens += drafts
-        text = [*session.tokens]
-        with torch.inference_mode():
-            session.tokens.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
-        drafts = drafter.propose([session], [k])[0]
+        session.tokens.append(choice(model, session.tokens))
+        [drafts], passes = watched.propose([session], [k])
         assert is_greedy(model, session.tokens, drafts, k)
-        assert passes.taken() == []
-    assert count("run_ahead", result="hit") == 5
-    assert count("run_ahead_saved_seconds") > 0
+        assert passes == 0
+    assert watched.count("run_ahead", result="hit") == 5
+    assert watched.count("run_ahead", result="miss") == 0
+    assert watched.count("run_ahead_saved_seconds") > 0
+
+
+def test_what_is_kept_is_continued_when_more_is_wanted(small):
+    model, folder = small
+    watched, session = Watched(folder), DraftSession(1, 1, words(random.Random(1), 10))
+    [drafts], _ = watched.propose([session], [2])
+    watched.finish([session])
+    session.tokens += drafts
+    session.tokens.append(choice(model, session.tokens))
+    [drafts], passes = watched.propose([session], [5])
+    assert is_greedy(model, session.tokens, drafts, 5)
+    assert passes == 3
+    assert watched.count("run_ahead", result="miss") == 1
+
+
+@pytest.mark.parametrize(("accepted", "rank"), [(0, 1), (1, 3), (3, 2)])
+def test_a_branch_that_comes_true_is_answered_without_a_pass_and_becomes_the_session(small, accepted, rank):
+    model, folder = small
+    watched = Watched(folder, [Guess(accepted, rank), Guess(2, 1)])
+    session = DraftSession(1, 1, words(random.Random(2), 30))
+    for _ in range(4):
+        [drafts], _ = watched.propose([session], [3])
+        assert max(watched.finish([session])) == 2 * 3, "the main line and two branches go through it together"
+        session.tokens += drafts[:accepted]
+        session.tokens.append(choice(model, session.tokens, rank))
+        [drafts], passes = watched.propose([session], [3])
+        assert is_greedy(model, session.tokens, drafts, 3)
+        assert passes == 0
+        session.tokens += words(random.Random(3), 1)
+    assert watched.count("run_ahead", result="hit") == 4
+
+
+def test_a_miss_is_drafted_for_alone_and_its_frames_hits_wait_for_it(small):
+    model, folder = small
+    watched, dice = Watched(folder), random.Random(4)
+    sessions = [DraftSession(i, 1, words(dice, 20)) for i in range(3)]
+    drafts, _ = watched.propose(sessions, [2, 2, 2])
+    watched.finish(sessions)
+    for session, ids in zip(sessions, drafts, strict=True):
+        session.tokens += ids
+        session.tokens.append(choice(model, session.tokens, rank=int(session.id == 1)))
+    watched.passes.clear()
+    drafts, _ = watched.propose(sessions, [2, 2, 2])
+    assert watched.passes == [2, 1]
+    assert all(is_greedy(model, s.tokens, ids, 2) for s, ids in zip(sessions, drafts, strict=True))
+    assert [watched.count("run_ahead", result=r) for r in ("hit", "miss", "unused")] == [2, 1, 0]
+    assert watched.count("run_ahead_waited") == 2
+    assert watched.count("run_ahead_saved_seconds") == 0
+
+
+def test_drafts_for_which_nobody_asked_again_are_counted(small):
+    watched, dice = Watched(small[1]), random.Random(5)
+    sessions = [DraftSession(i, 1, words(dice, 20)) for i in range(2)]
+    watched.propose(sessions, [2, 2])
+    watched.finish(sessions)
+    sessions[0].tokens += words(dice, 1)
+    watched.finish(sessions)
+    watched.drafter.forget(sessions[1])
+    watched.drafter.forget(sessions[0])
+    assert watched.count("run_ahead", result="unused") == 2
+
+
+def test_it_learns_which_branches_pay(small, monkeypatch):
+    """The target always says the draft's second choice: after a while that is what is drafted for."""
+    monkeypatch.setattr(PassTime, "of_a_row", 0.0)
+    model, folder = small
+    metrics = DraftMetrics()
+    drafter = CausalDrafter(folder, run_ahead=True, metrics=metrics)
+    session = DraftSession(1, 1, words(random.Random(6), 5))
+    for _ in range(40):
+        drafts = drafter.propose([session], [2])[0]
+        assert is_greedy(model, session.tokens, drafts, 2)
+        while drafter.ahead([session]):
+            pass
+        session.tokens.append(choice(model, session.tokens, rank=1))
+    hits = metrics.registry.get_sample_value("specdec_draft_run_ahead_total", {"result": "hit"})
+    assert 20 <= hits <= 24, "from the sixteenth outcome on"
+
+
+def test_running_ahead_ends_at_the_context_limit(small):
+    model, folder = small
+    watched, session = Watched(folder, [Guess(0, 1)]), DraftSession(1, 1, words(random.Random(7), 512 - 4))
+    [drafts], _ = watched.propose([session], [3])
+    watched.finish([session])
+    assert max(line.end for line in watched.drafter._lines[session].lines) <= 512
+    assert is_greedy(model, session.tokens, drafts, 3)
+
+
+# ---- reading before drafts are wanted
+
+
+def test_a_prompt_is_read_in_short_passes_before_its_first_proposal(small, monkeypatch):
+    model, folder = small
+    monkeypatch.setattr("specdec.draft.drafters.causal._AHEAD_TOKENS", {"cpu": 7})
+    watched, dice = Watched(folder), random.Random(8)
+    sessions = [DraftSession(i, 1, words(dice, n)) for i, n in enumerate((1, 2, 3, 40, 17))]
+    assert watched.finish(sessions) == [7] * 7 + [5]
+    assert watched.count("read_ahead_tokens") == 1 + 38 + 15
+    for session in sessions:
+        session.tokens += words(dice, 3)
+    assert sum(watched.finish(sessions)) == 2 + 3 * 4
+    watched.passes.clear()
+    drafts, _ = watched.propose(sessions, [2] * 5)
+    assert watched.passes == [10, 5], "no pass for the prompts"
+    assert all(is_greedy(model, s.tokens, ids, 2) for s, ids in zip(sessions, drafts, strict=True))
+
+
+def test_reading_takes_free_memory_only_and_makes_way_first(small):
+    model, folder = small
+    watched, dice = Watched(folder, memory_bytes=3 * SMALLEST * CELL), random.Random(9)
+    drafting = [DraftSession(i, 1, words(dice, 20)) for i in range(2)]
+    watched.propose(drafting, [2, 2])
+    read = [DraftSession(10 + i, 1, words(dice, 20)) for i in range(2)]
+    assert watched.finish(drafting + read)[0] == 18, "there is room for one of them"
+    assert watched.drafter.evicted == 0
+    third = DraftSession(3, 1, words(dice, 20))
+    [drafts], _ = watched.propose([third], [2])
+    assert is_greedy(model, third.tokens, drafts, 2)
+    assert watched.drafter.evicted == 1
+    assert [watched.drafter._lines.get(s) is not None for s in [*drafting, third, *read]] == [True] * 3 + [False] * 2
+
+
+def test_branches_make_way_before_sessions_do(small):
+    watched = Watched(small[1], [Guess(0, 1), Guess(0, 2)], memory_bytes=4 * SMALLEST * CELL)
+    dice = random.Random(10)
+    sessions = [DraftSession(i, 1, words(dice, 20)) for i in range(4)]
+    watched.propose(sessions[:2], [2, 2])
+    watched.finish(sessions[:2])
+    assert watched.drafter._pool.cells.free == 0
+    drafts, _ = watched.propose(sessions[2:], [2, 2])
+    assert [len(ids) for ids in drafts] == [2, 2]
+    assert watched.drafter.evicted == 0
+
+
+def test_without_run_ahead_nothing_is_done_between_outcomes(small):
+    drafter, session = CausalDrafter(small[1]), DraftSession(1, 1, words(random.Random(11), 20))
+    drafter.propose([session], [2])
+    session.tokens += words(random.Random(12), 30)
+    drafter._model = None
+    assert drafter.ahead([session]) is False
+
+
+@pytest.mark.parametrize(
+    ("flag", "device", "on"),
+    [("auto", "cpu", False), ("auto", "cuda:0", True), ("on", "cpu", True), ("off", "cuda", False)],
+)
+def test_it_is_on_where_the_draft_has_a_device_of_its_own(flag, device, on):
+    assert DraftSettings(run_ahead=flag, device=device).runs_ahead is on
+
+
+# ---- in the draft's loop
+
+
+def test_a_guess_that_holds_is_answered_with_no_pass_after_the_outcome(small):
+    model, folder = small
+    watched = Watched(folder, [Guess(1, 1)])
+    drafter, taken = watched.in_a_loop()
+    with (
+        shared_folder() as shared,
+        FakeVerifier(shared / "specdec-p") as verifier,
+        RunningDraft(verifier.owner.path, drafter) as draft,
+    ):
+        tokens = words(random.Random(13), 12)
+        verifier.tell((1, 1, OPEN, 3, 0, tokens))
+        drafts = verifier.proposal()[1][0][2]
+        for accepted, rank in ((3, 0), (1, 1), (3, 0), (0, 3)):
+            lines = drafter._lines[draft.engine._sessions[1]].lines
+            assert until(lambda lines=lines: len(lines[0].ids) == 7 and len(lines[1].ids) == 5)
+            came = drafts[:accepted]
+            came.append(choice(model, tokens + came, rank))
+            verifier.tell((1, 1, COMMIT, 3, len(tokens), came))
+            tokens += came
+            drafts = verifier.proposal()[1][0][2]
+            assert is_greedy(model, tokens, drafts, 3)
+        assert taken == [4, 0, 0, 0, 3], "the prompt's pass and three steps, three hits, and a miss"

@@ -21,7 +21,7 @@ from specdec.draft.model.decoder import CausalModel, Pass, Span
 from specdec.draft.model.kv import SMALLEST, KvPool
 from specdec.draft.model.steps import EagerSteps, GraphSteps, Row
 from specdec.draft.model.weights import Weights
-from specdec.draft.runahead import RANKS, Guess, RunAhead
+from specdec.draft.runahead import MOST_BRANCHES, RANKS, Guess, RunAhead
 from specdec.errors import CheckpointError, SettingsError
 from specdec.telemetry import DraftMetrics
 
@@ -224,8 +224,9 @@ class CausalDrafter:
             if accepted >= len(main.ids) or rank > len(main.runners[accepted]):
                 continue
             other = main.runners[accepted][rank - 1]
-            begun = [*main.ids[:accepted], other]
-            if all(line.ids[: line.given] != begun for line in state.lines[1:]):
+            guess = [*main.ids[:accepted], other]
+            begun = [line.ids[: line.given] for line in state.lines[1:] if line.ids]
+            if guess not in begun and len(begun) < MOST_BRANCHES:
                 self._lines.branch(state, tokens, accepted, other, state.steps)
 
     def _count(self, sessions: Sequence[DraftSession], steps: Sequence[int], missing: Sequence[int]) -> None:
