@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ahead_kit import Interplay, choice
 from channel_kit import shared_folder, until
 from specdec.channel.layout import COMMIT, OPEN
 from specdec.draft import lines
@@ -14,7 +15,7 @@ from specdec.draft.drafters import DraftSession
 from specdec.draft.drafters.causal import CausalDrafter
 from specdec.draft.lines import Line, Lines
 from specdec.draft.model.kv import SMALLEST
-from specdec.draft.runahead import MOST_BRANCHES, RANKS, Guess, PassTime, RunAhead
+from specdec.draft.runahead import MOST_BRANCHES, RANKS, AheadCounts, Guess, PassTime, RunAhead
 from specdec.draft.settings import DraftSettings
 from specdec.telemetry import DraftMetrics
 from test_causal import CONFIGS, is_greedy, save, words
@@ -108,96 +109,36 @@ def small(tmp_path_factory):
     return save(folder, CONFIGS["llama"]), folder
 
 
-@torch.inference_mode()
-def choice(model, tokens, rank=0):
-    """What the model holds likeliest after these tokens, or the rank-th likeliest after that."""
-    return model(torch.tensor([tokens])).logits[0, -1].topk(RANKS).indices[rank].item()
-
-
-class FakeGuesses(RunAhead):
-    """Any guesses at all, other ones at every call."""
-
-    def __init__(self, dice):
-        super().__init__()
-        self._dice = dice
-
-    def branches(self, steps):
-        everything = [Guess(accepted, rank) for accepted in range(steps + 1) for rank in range(1, RANKS)]
-        return self._dice.sample(everything, min(len(everything), self._dice.randint(0, 3)))
-
-
-class Interplay:
-    """Sessions whose target says whatever the dice say: the draft's own next token, a runner-up, or any other.
-
-    Beside the drafter that runs ahead there is a plain one, which is asked the same.
-    """
-
-    def __init__(self, model, folder, seed, **settings):
-        self.model, self.dice = model, random.Random(seed)
-        self.metrics = DraftMetrics()
-        self.drafter = CausalDrafter(folder, run_ahead=True, metrics=self.metrics, **settings)
-        self.drafter._run_ahead = FakeGuesses(self.dice)
-        self.plain = CausalDrafter(folder)
-        self.sessions = [DraftSession(i, 1, words(self.dice, 1 + 6 * i)) for i in range(4)]
-        self.drafts = {}  # each session's last ones
-
-    def count(self, name, **labels):
-        return self.metrics.registry.get_sample_value(f"specdec_draft_{name}_total", labels)
-
-    def commit(self, session):
-        """An outcome of the session's last drafts."""
-        drafts = self.drafts.pop(session, [])
-        kind = self.dice.choice(("main", "main", "branch", "branch", "other", "several", "nothing"))
-        came = drafts if kind == "main" else drafts[: self.dice.randint(0, len(drafts))]
-        if kind in ("main", "branch"):
-            rank = 0 if kind == "main" else self.dice.randint(1, RANKS - 1)
-            came = [*came, choice(self.model, session.tokens + came, rank)]
-        elif kind != "nothing":
-            came = came + words(self.dice, 1 if kind == "other" else 9)
-        session.tokens += came if kind != "nothing" else []
-
-    def run(self, turns):
-        for _ in range(turns):
-            self.turn()
-
-    def turn(self):
-        for _ in range(self.dice.randint(0, 12)):
-            self.drafter.ahead(self.sessions)
-        assert all(
-            len(state.lines) <= 1 + MOST_BRANCHES for s in self.sessions if (state := self.drafter._lines.get(s))
-        )
-        for session in self.sessions:
-            if self.dice.random() < 0.9:
-                self.commit(session)
-        if self.dice.random() < 0.1:
-            at = self.dice.randrange(len(self.sessions))
-            ended = self.sessions[at]
-            for drafter in (self.drafter, self.plain):
-                drafter.forget(ended)
-            self.sessions[at] = DraftSession(ended.id, ended.epoch + 1, words(self.dice, self.dice.randint(1, 40)))
-        asked = self.dice.sample(self.sessions, self.dice.randint(1, len(self.sessions)))
-        steps = [self.dice.randint(1, 5) for _ in asked]
-        drafts = self.drafter.propose(asked, steps)
-        for session, ids, k, plain in zip(asked, drafts, steps, self.plain.propose(asked, steps), strict=True):
-            self.check(session, ids, k, plain)
-            self.drafts[session] = ids
-
-    def check(self, session, ids, k, plain):
-        assert ids == plain
-        assert is_greedy(self.model, session.tokens, ids, k)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_proposals_are_the_same_with_and_without(model, seed):
     play = Interplay(*model, seed)
     play.run(60)
-    assert play.count("run_ahead", result="hit") > 20
-    assert play.count("run_ahead", result="miss") > 20
-    assert play.count("run_ahead", result="unused") > 5
-    assert play.count("read_ahead_tokens") > 0
+    assert play.drafter.ahead_counts.hits > 20
+    assert play.drafter.ahead_counts.misses > 20
+    assert play.drafter.ahead_counts.unused > 5
+    assert play.drafter.ahead_counts.read > 0
     for session in play.sessions:
         play.drafter.forget(session)
     assert play.drafter._pool.cells.free == play.drafter._pool.cells.size  # nothing leaks
+
+
+class FakeGraphSteps:
+    """As GraphSteps: every row takes the most steps, and the next likeliest tokens are not known."""
+
+    def __init__(self, eager):
+        self._eager = eager
+
+    def run(self, rows, steps):
+        drafts = self._eager.run(rows, [max(steps)] * len(rows))
+        return [ids[:k] for ids, k in zip(drafts, steps, strict=True)]
+
+
+def test_steps_that_all_rows_take_write_into_no_other_sessions_cells(small):
+    play = Interplay(*small, 4)
+    play.drafter._steps = FakeGraphSteps(play.drafter._steps)
+    play.run(80)
+    assert play.drafter.ahead_counts.hits > 10
+    assert all(len(play.drafter._lines[s].lines) == 1 for s in play.sessions if play.drafter._lines.get(s))
 
 
 class Pressed(Interplay):
@@ -266,7 +207,7 @@ def cells_of_rejected_drafts(monkeypatch):
 def test_a_mutant_is_found_out(small, monkeypatch, mutant):
     mutant(monkeypatch)
     play = Interplay(*small, 0)
-    with pytest.raises(AssertionError, match=r"assert \[\d+"):  # other drafts than the plain drafter's
+    with pytest.raises(AssertionError, match="other drafts"):
         play.run(60)
 
 
@@ -277,8 +218,9 @@ class Watched:
     """A drafter that runs ahead with real guesses; every pass of its model is counted."""
 
     def __init__(self, folder, guesses=(), **settings):
-        self.metrics, self.passes = DraftMetrics(), []
-        self.drafter = CausalDrafter(folder, run_ahead=True, metrics=self.metrics, **settings)
+        self.passes = []
+        self.drafter = CausalDrafter(folder, run_ahead=True, **settings)
+        self.counts = self.drafter.ahead_counts
         self.drafter._run_ahead.branches = lambda steps: list(guesses)
         self._hidden, self.drafter._model.hidden = self.drafter._model.hidden, self.hidden
 
@@ -312,9 +254,6 @@ class Watched:
             assert len(self.passes) - before < 100
         return self.passes[before:]
 
-    def count(self, name, **labels):
-        return self.metrics.registry.get_sample_value(f"specdec_draft_{name}_total", labels)
-
 
 def test_the_main_line_is_answered_without_a_pass_whatever_k_is_next(small):
     model, folder = small
@@ -327,9 +266,9 @@ def test_the_main_line_is_answered_without_a_pass_whatever_k_is_next(small):
         [drafts], passes = watched.propose([session], [k])
         assert is_greedy(model, session.tokens, drafts, k)
         assert passes == 0
-    assert watched.count("run_ahead", result="hit") == 5
-    assert watched.count("run_ahead", result="miss") == 0
-    assert watched.count("run_ahead_saved_seconds") > 0
+    assert watched.counts.hits == 5
+    assert watched.counts.misses == 0
+    assert watched.counts.saved_s > 0
 
 
 def test_what_is_kept_is_continued_when_more_is_wanted(small):
@@ -342,7 +281,7 @@ def test_what_is_kept_is_continued_when_more_is_wanted(small):
     [drafts], passes = watched.propose([session], [5])
     assert is_greedy(model, session.tokens, drafts, 5)
     assert passes == 3
-    assert watched.count("run_ahead", result="miss") == 1
+    assert watched.counts.misses == 1
 
 
 @pytest.mark.parametrize(("accepted", "rank"), [(0, 1), (1, 3), (3, 2)])
@@ -359,7 +298,7 @@ def test_a_branch_that_comes_true_is_answered_without_a_pass_and_becomes_the_ses
         assert is_greedy(model, session.tokens, drafts, 3)
         assert passes == 0
         session.tokens += words(random.Random(3), 1)
-    assert watched.count("run_ahead", result="hit") == 4
+    assert watched.counts.hits == 4
 
 
 def test_a_miss_is_drafted_for_alone_and_its_frames_hits_wait_for_it(small):
@@ -375,9 +314,7 @@ def test_a_miss_is_drafted_for_alone_and_its_frames_hits_wait_for_it(small):
     drafts, _ = watched.propose(sessions, [2, 2, 2])
     assert watched.passes == [2, 1]
     assert all(is_greedy(model, s.tokens, ids, 2) for s, ids in zip(sessions, drafts, strict=True))
-    assert [watched.count("run_ahead", result=r) for r in ("hit", "miss", "unused")] == [2, 1, 0]
-    assert watched.count("run_ahead_waited") == 2
-    assert watched.count("run_ahead_saved_seconds") == 0
+    assert watched.counts == AheadCounts(hits=2, misses=1, waited=2)
 
 
 def test_drafts_for_which_nobody_asked_again_are_counted(small):
@@ -389,15 +326,14 @@ def test_drafts_for_which_nobody_asked_again_are_counted(small):
     watched.finish(sessions)
     watched.drafter.forget(sessions[1])
     watched.drafter.forget(sessions[0])
-    assert watched.count("run_ahead", result="unused") == 2
+    assert watched.counts.unused == 2
 
 
 def test_it_learns_which_branches_pay(small, monkeypatch):
     """The target always says the draft's second choice: after a while that is what is drafted for."""
     monkeypatch.setattr(PassTime, "of_a_row", 0.0)
     model, folder = small
-    metrics = DraftMetrics()
-    drafter = CausalDrafter(folder, run_ahead=True, metrics=metrics)
+    drafter = CausalDrafter(folder, run_ahead=True)
     session = DraftSession(1, 1, words(random.Random(6), 5))
     for _ in range(40):
         drafts = drafter.propose([session], [2])[0]
@@ -405,8 +341,7 @@ def test_it_learns_which_branches_pay(small, monkeypatch):
         while drafter.ahead([session]):
             pass
         session.tokens.append(choice(model, session.tokens, rank=1))
-    hits = metrics.registry.get_sample_value("specdec_draft_run_ahead_total", {"result": "hit"})
-    assert 20 <= hits <= 24, "from the sixteenth outcome on"
+    assert 20 <= drafter.ahead_counts.hits <= 24, "from the sixteenth outcome on"
 
 
 def test_running_ahead_ends_at_the_context_limit(small):
@@ -427,7 +362,7 @@ def test_a_prompt_is_read_in_short_passes_before_its_first_proposal(small, monke
     watched, dice = Watched(folder), random.Random(8)
     sessions = [DraftSession(i, 1, words(dice, n)) for i, n in enumerate((1, 2, 3, 40, 17))]
     assert watched.finish(sessions) == [7] * 7 + [5]
-    assert watched.count("read_ahead_tokens") == 1 + 38 + 15
+    assert watched.counts.read == 1 + 38 + 15
     for session in sessions:
         session.tokens += words(dice, 3)
     assert sum(watched.finish(sessions)) == 2 + 3 * 4
@@ -478,6 +413,19 @@ def test_without_run_ahead_nothing_is_done_between_outcomes(small):
 )
 def test_it_is_on_where_the_draft_has_a_device_of_its_own(flag, device, on):
     assert DraftSettings(run_ahead=flag, device=device).runs_ahead is on
+
+
+def test_its_counts_are_metrics():
+    metrics, counts = DraftMetrics(), AheadCounts(hits=3, misses=2, unused=1)
+    metrics.show(counts)
+    counts.waited, counts.saved_s, counts.read = 4, 0.25, 100
+
+    def value(name, **labels):
+        return metrics.registry.get_sample_value(f"specdec_draft_{name}_total", labels)
+
+    assert [value("run_ahead", result=result) for result in ("hit", "miss", "unused")] == [3, 2, 1]
+    names = ("run_ahead_waited", "run_ahead_saved_seconds", "read_ahead_tokens")
+    assert [value(name) for name in names] == [4, 0.25, 100]
 
 
 # ---- in the draft's loop

@@ -7,6 +7,7 @@ if it has come true often enough to pay for its row in each pass.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -22,6 +23,18 @@ class Guess(NamedTuple):
 
     accepted: int
     rank: int
+
+
+@dataclass
+class AheadCounts:
+    """What was done between outcomes, and what it was good for. Sessions' proposals, if nothing else is said."""
+
+    hits: int = 0  # were there when they were asked for
+    misses: int = 0  # had to be drafted, or drafted on, though something had been drafted ahead
+    unused: int = 0  # something had been drafted ahead, and no drafts were wanted
+    waited: int = 0  # hits that waited for another session's drafts, as a batch's proposals are one frame
+    saved_s: float = 0.0  # passes that frames did not wait for, by what a pass takes
+    read: int = 0  # committed tokens
 
 
 class PassTime:
@@ -83,7 +96,8 @@ class RunAhead:
             if sum(self._seen[accepted]) >= _ENOUGH
             for guess in (Guess(accepted, rank) for rank in range(1, RANKS))
         ]
-        least = self.time.of_a_row / self.time.of(1) if self.time.of(1) else 0.0
+        row = self.time.of_a_row
+        least = row / max(row, self.time.of(1)) if row else 0.0
         paying = [(p, guess) for p, guess in guesses if p >= _LEAST and p > least]
         return [guess for _, guess in sorted(paying, key=lambda pair: (-pair[0], pair[1]))[:MOST_BRANCHES]]
 

@@ -24,7 +24,6 @@ class DraftService:
     def __init__(self, settings: DraftSettings) -> None:
         self._settings = settings
         self._path = segment_path(settings.pair)
-        self._metrics = DraftMetrics()
         self._drafter = load_drafter(
             settings.drafter,
             model=settings.model,
@@ -32,8 +31,10 @@ class DraftService:
             dtype=settings.dtype,
             memory_gb=settings.memory_gb,
             run_ahead=settings.runs_ahead,
-            metrics=self._metrics,
         )
+        self._metrics = DraftMetrics()
+        if settings.runs_ahead and (counts := getattr(self._drafter, "ahead_counts", None)):
+            self._metrics.show(counts)
         self._stopping = threading.Event()
         self._engine: DraftEngine | None = None
         self._detail = "waiting for the verifier"

@@ -22,7 +22,6 @@ import numpy as np
 
 from specdec.errors import SettingsError
 from specdec.plugins import make
-from specdec.telemetry import DraftMetrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +90,6 @@ def load_drafter(
     dtype: str = "float32",
     memory_gb: float = 1.0,
     run_ahead: bool = False,
-    metrics: DraftMetrics | None = None,
 ) -> Drafter:
     """A built-in drafter by its name, or `module:Class`; the others are for drafters with weights.
 
@@ -108,7 +106,6 @@ def load_drafter(
             dtype=dtype,
             memory_bytes=int(memory_gb * 2**30),
             run_ahead=run_ahead,
-            metrics=metrics,
         )
     if name == "ngram":
         from specdec.draft.drafters.ngram import NgramDrafter

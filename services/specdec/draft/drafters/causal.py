@@ -21,9 +21,8 @@ from specdec.draft.model.decoder import CausalModel, Pass, Span
 from specdec.draft.model.kv import SMALLEST, KvPool
 from specdec.draft.model.steps import EagerSteps, GraphSteps, Row
 from specdec.draft.model.weights import Weights
-from specdec.draft.runahead import MOST_BRANCHES, RANKS, Guess, RunAhead
+from specdec.draft.runahead import MOST_BRANCHES, RANKS, AheadCounts, Guess, RunAhead
 from specdec.errors import CheckpointError, SettingsError
-from specdec.telemetry import DraftMetrics
 
 log = logging.getLogger(__name__)
 _PASS_TOKENS = 2048  # more in one pass would make other sessions wait
@@ -54,7 +53,6 @@ class CausalDrafter:
         max_batch: int = 64,
         max_steps: int = 8,
         run_ahead: bool = False,
-        metrics: DraftMetrics | None = None,
     ) -> None:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is no model folder: it has no config.json")
@@ -80,7 +78,7 @@ class CausalDrafter:
         self._lines = Lines(self._pool)
         self._run_ahead, self._max_batch = RunAhead() if run_ahead else None, max_batch
         self._ahead_tokens = _AHEAD_TOKENS.get(self._device.type, _PASS_TOKENS)
-        self._metrics = metrics or DraftMetrics()
+        self.ahead_counts = AheadCounts()
 
     # ---- Drafter
 
@@ -112,7 +110,7 @@ class CausalDrafter:
 
     def forget(self, session: DraftSession) -> None:
         if state := self._lines.get(session):
-            self._metrics.run_ahead_unused.inc(state.ahead)
+            self.ahead_counts.unused += state.ahead
         self._lines.forget(session)
 
     @property
@@ -180,14 +178,14 @@ class CausalDrafter:
         """Reads some of what was committed while no drafts were wanted."""
         states = [(state, session.tokens) for session in sessions if (state := self._unread(session))]
         read = self._read([state.main for state, _ in states], [tokens for _, tokens in states], self._ahead_tokens)
-        self._metrics.read_ahead.inc(read)
+        self.ahead_counts.read += read
         return read > 0
 
     def _unread(self, session: DraftSession) -> State | None:
         """The session's state, with room for all of its tokens, if there are any to read."""
         state, length = self._lines.get(session), len(session.tokens)
         if state and state.main.length != length:  # an outcome after which no drafts were wanted
-            self._metrics.run_ahead_unused.inc(state.ahead)
+            self.ahead_counts.unused += state.ahead
             self._follow(session)
             state.steps, state.ahead = 0, False
         if (state.main.cells if state else 0) >= length - 2 or length > self.context_limit:
@@ -236,8 +234,8 @@ class CausalDrafter:
         ]
         if self._run_ahead is None or not lacks:
             return
-        hits, slowest = lacks.count(0), max(missing)
-        self._metrics.run_ahead_hit.inc(hits)
-        self._metrics.run_ahead_miss.inc(len(lacks) - hits)
-        self._metrics.run_ahead_waited.inc(hits if slowest else 0)
-        self._metrics.run_ahead_saved.inc((max(steps) - slowest) * self._run_ahead.time.of(len(sessions)))
+        counts, hits, slowest = self.ahead_counts, lacks.count(0), max(missing)
+        counts.hits += hits
+        counts.misses += len(lacks) - hits
+        counts.waited += hits if slowest else 0
+        counts.saved_s += (max(steps) - slowest) * self._run_ahead.time.of(len(sessions))
