@@ -234,6 +234,10 @@ class Watched:
         drafts = self.drafter.propose(sessions, steps)
         return drafts, len(self.passes) - before
 
+    def finish_and_propose(self, session, k):
+        self.finish([session])
+        self.propose([session], [k])
+
     def in_a_loop(self):
         """The drafter as the engine's loop calls it, and a list of the passes each proposal takes."""
         real, taken = self.drafter.propose, []
@@ -351,6 +355,26 @@ def test_running_ahead_ends_at_the_context_limit(small):
     watched.finish([session])
     assert max(line.end for line in watched.drafter._lines[session].lines) <= 512
     assert is_greedy(model, session.tokens, drafts, 3)
+
+
+def test_a_pass_that_fails_leaves_no_cells_that_were_not_computed(small):
+    model, folder = small
+    watched, session = Watched(folder, [Guess(0, 1)]), DraftSession(1, 1, words(random.Random(14), 40))
+    real, fails = watched.drafter._model.hidden, []
+
+    def hidden(*args):
+        if fails.pop():
+            raise MemoryError
+        return real(*args)
+
+    watched.drafter._model.hidden = hidden
+    for fails_at in range(3):
+        session.tokens += words(random.Random(fails_at), 40)
+        fails[:] = [False] * 50 + [True] + [False] * fails_at
+        with pytest.raises(MemoryError):
+            watched.finish_and_propose(session, 3)
+        [drafts], _ = watched.propose([session], [3])
+        assert is_greedy(model, session.tokens, drafts, 3)
 
 
 # ---- reading before drafts are wanted

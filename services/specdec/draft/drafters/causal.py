@@ -26,7 +26,7 @@ from specdec.errors import CheckpointError, SettingsError
 
 log = logging.getLogger(__name__)
 _PASS_TOKENS = 2048  # more in one pass would make other sessions wait
-_AHEAD_TOKENS = {"cpu": 64, "cuda": 512}  # the same where an outcome may come meanwhile: a few steps' time
+_AHEAD_TOKENS = {"cpu": 32, "cuda": 512}  # where an outcome may come meanwhile: about the time of two or three steps
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
@@ -136,16 +136,17 @@ class CausalDrafter:
 
         At most `most` tokens, if given. Returns how many.
         """
-        spans: list[Span] = []
+        spans: list[tuple[Line, Span]] = []
         ids: list[int] = []
         fed = 0
         for line, text in zip(lines, texts, strict=True):
-            while line.cells < len(text) - 2 and fed != most:
+            start = line.cells
+            while start < len(text) - 2 and fed != most:
                 room = _PASS_TOKENS - len(ids) if most is None else most - fed
-                piece = text[line.cells : min(len(text) - 2, line.cells + room)]
-                spans.append(Span(line.run.start, line.cells, len(piece)))
+                piece = text[start : min(len(text) - 2, start + room)]
+                spans.append((line, Span(line.run.start, start, len(piece))))
                 ids += piece
-                line.cells += len(piece)
+                start += len(piece)
                 fed += len(piece)
                 if len(ids) == _PASS_TOKENS:
                     self._feed(ids, spans)
@@ -154,8 +155,11 @@ class CausalDrafter:
             self._feed(ids, spans)
         return fed
 
-    def _feed(self, ids: list[int], spans: list[Span]) -> None:
-        self._model.hidden(torch.tensor(ids).to(self._device), Pass.of(spans, self._device), self._pool)
+    def _feed(self, ids: list[int], spans: Sequence[tuple[Line, Span]]) -> None:
+        where = Pass.of([span for _, span in spans], self._device)
+        self._model.hidden(torch.tensor(ids).to(self._device), where, self._pool)
+        for line, span in spans:
+            line.cells = span.position + span.count
 
     def _draft(self, lines: Sequence[Line], texts: Sequence[Sequence[int]], steps: Sequence[int]) -> None:
         """Adds `steps[i]` greedy drafts to lines[i], whose cells hold all but its last two tokens."""
@@ -213,6 +217,7 @@ class CausalDrafter:
         return bool(rows)
 
     def _falls_short(self, line: Line, goal: int) -> bool:
+        """Whether a line wants more drafts and has cells for one: its run grows only for what is proposed."""
         return bool(line.ids) and len(line.ids) < goal and line.end < min(line.run.length, self.context_limit)
 
     def _branch(self, state: State, tokens: Sequence[int], guesses: Sequence[Guess]) -> None:
