@@ -6,7 +6,7 @@ import torch
 from ahead_kit import Interplay
 from test_causal import CONFIGS, save
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 class OnTheGpu(Interplay):
