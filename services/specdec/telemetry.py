@@ -5,14 +5,19 @@ Each service makes its own registry (no global state), so that several can live 
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from specdec.errors import SettingsError
+
+if TYPE_CHECKING:
+    from specdec.draft.runahead import AheadCounts
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -81,6 +86,38 @@ class DraftMetrics:
         self.unmatched = Counter("specdec_draft_unmatched_rows", "Outcome rows that fitted no session", registry=r)
         self.garbage = Counter("specdec_draft_garbage_frames", "Outcome frames that were never whole", registry=r)
         self.faults = Counter("specdec_draft_faults", "Drafter calls that raised", registry=r)
+
+    def show(self, counts: "AheadCounts") -> None:
+        """From now on also says what a drafter counts itself."""
+        self.registry.register(_Ahead(counts))
+
+
+class _Ahead(Collector):
+    """A drafter's counts of its work between outcomes, read when they are asked for."""
+
+    def __init__(self, counts: "AheadCounts") -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self._counts
+        results = CounterMetricFamily(
+            "specdec_draft_run_ahead",
+            "Proposals a session had drafts ready for: hit, it had them all; miss, some or all were drafted on demand; "
+            "unused, none were wanted",
+            labels=["result"],
+        )
+        for result, count in (("hit", counts.hits), ("miss", counts.misses), ("unused", counts.unused)):
+            results.add_metric([result], count)
+        yield results
+        yield CounterMetricFamily(
+            "specdec_draft_run_ahead_waited", "Hits in a frame that waited for another session's drafts", counts.waited
+        )
+        yield CounterMetricFamily(
+            "specdec_draft_run_ahead_saved_seconds", "Drafting that proposals did not wait for", counts.saved_s
+        )
+        yield CounterMetricFamily(
+            "specdec_draft_read_ahead_tokens", "Committed tokens read before drafts after them were wanted", counts.read
+        )
 
 
 class RouterMetrics:

@@ -31,8 +31,11 @@ class DraftService:
             device=settings.device,
             dtype=settings.dtype,
             memory_gb=settings.memory_gb,
+            run_ahead=settings.runs_ahead,
         )
         self._metrics = DraftMetrics()
+        if settings.runs_ahead and (counts := getattr(self._drafter, "ahead_counts", None)):
+            self._metrics.show(counts)
         self._stopping = threading.Event()
         self._engine: DraftEngine | None = None
         self._detail = "waiting for the verifier"

@@ -31,8 +31,18 @@ class DraftSettings(Settings):
     memory_gb: float = Field(
         1.0, gt=0, description="GiB for keys and values; sessions beyond it, least recently used first, go on plainly"
     )
+    run_ahead: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="read new text and draft for likely outcomes while the verifier is busy (--drafter causal): 'auto' "
+        "is on where --device is a GPU; 'off' suits a GPU that the target computes on too",
+    )
     trust_vocabulary: CliImplicitFlag[bool] = Field(
         False, description="draft even where the drafter's tokenizer is not the target's"
     )
     host: str = Field("127.0.0.1", description="address health listens on")
     health_port: int = Field(8103, ge=1, le=65535, description="/livez, /readyz and /metrics of the draft")
+
+    @property
+    def runs_ahead(self) -> bool:
+        """On the CPU the draft would take the target's cores: not unless it is asked for."""
+        return self.run_ahead == "on" or (self.run_ahead == "auto" and self.device.startswith("cuda"))

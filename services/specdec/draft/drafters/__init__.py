@@ -79,6 +79,7 @@ def load_drafter(
     device: str = "cpu",
     dtype: str = "float32",
     memory_gb: float = 1.0,
+    run_ahead: bool = False,
 ) -> Drafter:
     """A built-in drafter by its name, or `module:Class`; the others are for drafters with weights.
 
@@ -89,7 +90,8 @@ def load_drafter(
             raise SettingsError("--drafter causal needs --model: the folder of a small model of the target's family")
         from specdec.draft.drafters.causal import CausalDrafter
 
-        return CausalDrafter(model, device=device, dtype=dtype, memory_bytes=int(memory_gb * 2**30))
+        memory_bytes = int(memory_gb * 2**30)
+        return CausalDrafter(model, device=device, dtype=dtype, memory_bytes=memory_bytes, run_ahead=run_ahead)
     if name == "eagle3":
         if model is None or target is None:
             raise SettingsError(

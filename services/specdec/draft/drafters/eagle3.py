@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from specdec.draft.drafters import DraftSession, States
+from specdec.channel.states import States
+from specdec.draft.drafters import DraftSession
 from specdec.draft.model.decoder import Pass, Span
 from specdec.draft.model.eagle3 import Eagle3Head
 from specdec.draft.model.kv import Holders, KvPool, Run

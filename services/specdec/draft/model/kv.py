@@ -81,9 +81,11 @@ class KvPool:
     def cell_bytes(layers: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
         return layers * 2 * kv_heads * head_size * dtype.itemsize
 
-    def move(self, old: Run, new: Run, cells: int) -> None:
-        """Copies the first `cells` cells of a run to another."""
-        self.store[:, :, new.start : new.start + cells] = self.store[:, :, old.start : old.start + cells]
+    def move(self, old: Run, new: Run, cells: int, start: int = 0) -> None:
+        """Copies the cells from `start` up to `cells` of a run to the same places of another."""
+        self.store[:, :, new.start + start : new.start + cells] = self.store[
+            :, :, old.start + start : old.start + cells
+        ]
 
 
 class Held(Protocol):

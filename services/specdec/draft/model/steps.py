@@ -36,26 +36,37 @@ class EagerSteps:
     def __init__(self, model: CausalModel, pool: KvPool, device: torch.device) -> None:
         self._model, self._pool, self._device = model, pool, device
 
-    @torch.inference_mode()
     def run(self, rows: Sequence[Row], steps: Sequence[int]) -> list[list[int]]:
         """The likeliest `steps[i]` tokens after rows[i], one after the other."""
+        return [[best for best, *_ in drafts] for drafts in self.ranked(rows, steps, 1)]
+
+    @torch.inference_mode()
+    def ranked(self, rows: Sequence[Row], steps: Sequence[int], ranks: int) -> list[list[tuple[int, ...]]]:
+        """The same, and in each one's place the next likeliest: `ranks` tokens, the best first."""
         order = sorted(range(len(rows)), key=lambda i: -steps[i])
         counts = [min(rows[i].length, 2) for i in order]
         spans = [Span(rows[i].first, rows[i].length - n, n) for i, n in zip(order, counts, strict=True)]
         ids = torch.tensor([t for i, n in zip(order, counts, strict=True) for t in rows[i].tail[2 - n :]])
         last = torch.tensor(counts, device=self._device).cumsum(0) - 1
         hidden = self._model.hidden(ids.to(self._device), Pass.of(spans, self._device), self._pool)[last]
-        made = [self._model.logits(hidden).argmax(-1)]
+        made = [_likeliest(self._model.logits(hidden), ranks)]
         for step in range(1, max(steps)):
             wanting = [rows[i] for i in order if steps[i] > step]
             where = Pass.of([Span(row.first, row.length + step - 1, 1) for row in wanting], self._device)
-            hidden = self._model.hidden(made[-1][: len(wanting)], where, self._pool)
-            made.append(self._model.logits(hidden).argmax(-1))
+            hidden = self._model.hidden(made[-1][: len(wanting), 0], where, self._pool)
+            made.append(_likeliest(self._model.logits(hidden), ranks))
         columns = [column.tolist() for column in made]
-        drafts: list[list[int]] = [[] for _ in rows]
+        drafts: list[list[tuple[int, ...]]] = [[] for _ in rows]
         for at, i in enumerate(order):
-            drafts[i] = [column[at] for column in columns[: steps[i]]]
+            drafts[i] = [tuple(column[at]) for column in columns[: steps[i]]]
         return drafts
+
+
+def _likeliest(logits: torch.Tensor, ranks: int) -> torch.Tensor:  # [n, vocab] -> [n, ranks], the best first
+    best = logits.argmax(-1, keepdim=True)  # NOTE: not topk's first, which may be another of equal ones
+    if ranks == 1:
+        return best
+    return torch.cat((best, logits.scatter(-1, best, -torch.inf).topk(ranks - 1).indices), -1)
 
 
 class GraphSteps:
@@ -99,6 +110,7 @@ class GraphSteps:
         ]
         self._host[:, : 2 * batch] = torch.tensor(fields)
         most = max(steps)
+        self._stream.wait_stream(torch.cuda.current_stream(self._given.device))  # prompts are read, cells moved there
         with torch.cuda.stream(self._stream):
             self._given.copy_(self._host, non_blocking=True)
             first, later = self._graphs[batch]
