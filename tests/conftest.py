@@ -1,6 +1,5 @@
 """One stack of the real engine for the whole test session; see `engine_stack`."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,12 +55,17 @@ def oracle(plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 
 @pytest.fixture(scope="session")
-def engine_stack(model: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def head(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE-3 head of the demo model, with random weights."""
+    from fake_heads import random_head
+
+    return random_head(tmp_path_factory.mktemp("head"), model, AUX_LAYERS)
+
+
+@pytest.fixture(scope="session")
+def engine_stack(model: Path, head: Path, oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Verifier, draft and router, started once. Tests change its draft and router, never the verifier."""
     logs = tmp_path_factory.mktemp("stack")
-    head = logs / "head"
-    head.mkdir()
-    (head / "config.json").write_text(json.dumps({"eagle_aux_hidden_state_layer_ids": AUX_LAYERS}))
     with Stack(
         model,
         logs,

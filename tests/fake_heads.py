@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from specdec.draft.drafters import DraftSession, States
+from specdec.channel.states import States
+from specdec.draft.drafters import DraftSession
 
 TARGET_LAYERS, VOCABULARY, DRAFTED, HIDDEN = 8, 120, 50, 64
 LAYER = {
@@ -176,3 +177,32 @@ class ReferenceHead(torch.nn.Module):
             flat["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
             flat["eagle_config"] |= {"use_last_layernorm": True, "use_input_layernorm_in_first_layer": True}
         return flat
+
+
+def random_head(folder: Path, target: Path, layers: Sequence[int]) -> Path:
+    """A head for any Llama of `target`'s shape, which guesses at random: what a stack may run, not what helps it."""
+    its = json.loads((target / "config.json").read_text())
+    hidden, inner, heads, kv_heads = (
+        its[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    )
+    size = hidden // heads
+    torch.manual_seed(5)
+    shapes = {
+        "fc": (hidden, len(layers) * hidden),
+        "midlayer.self_attn.q_proj": (heads * size, 2 * hidden),
+        "midlayer.self_attn.k_proj": (kv_heads * size, 2 * hidden),
+        "midlayer.self_attn.v_proj": (kv_heads * size, 2 * hidden),
+        "midlayer.self_attn.o_proj": (hidden, heads * size),
+        "midlayer.mlp.gate_proj": (inner, hidden),
+        "midlayer.mlp.up_proj": (inner, hidden),
+        "midlayer.mlp.down_proj": (hidden, inner),
+    }
+    tensors = {f"{name}.weight": torch.randn(shape) * 0.02 for name, shape in shapes.items()}
+    for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        tensors[f"midlayer.{name}.weight"] = torch.ones(hidden)
+    tensors["norm.weight"] = torch.ones(hidden)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    config = {**its, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": list(layers)}))
+    return folder

@@ -226,7 +226,7 @@ def test_sessions_beyond_the_memory_lose_their_context_and_start_late(plain):
         assert plain.right(verifier.session, ids, 3)
         verifier.verify(ids)
     assert plain.right(c.session, drafter.propose([c.session], [3])[0], 3)  # b makes way
-    assert drafter.counts.evicted == 1
+    assert drafter.evicted == 1
     drafter.forget(c.session)
     start = b.session.states[0].position
     assert plain.right(b.session, drafter.propose([b.session], [3])[0], 3, start)

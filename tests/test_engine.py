@@ -195,6 +195,26 @@ def compare_states(heard: list[Any], model: Path) -> None:
         torch.testing.assert_close(torch.tensor(session["rows"]), right, rtol=1e-3, atol=2e-2)
 
 
+@pytest.mark.parametrize("drafter", ["causal", "eagle3"])
+def test_drafters_with_weights_work_in_the_stack(
+    engine_stack: Stack, oracle: Oracle, model: Path, head: Path, drafter: str
+):
+    """The target itself as the draft is right nearly always; a random head is wrong, which costs speed only."""
+    engine_stack.start_draft(drafter, model if drafter == "causal" else head)
+    engine_stack.start_router("--policy", "fixed", "--steps", "3", "--window", "2")
+    engine_stack.wait_ready()
+    with Recorder(engine_stack) as recorder, ThreadPoolExecutor(3) as pool:
+        numbers = (4, 9, 13)
+        answers = list(pool.map(lambda n: complete(engine_stack.url, CASES[n]), numbers))
+        time.sleep(0.3)
+        drafted = [v for _, v in recorder.cycles if v.proposed]
+    assert [a.ids for a in answers] == [oracle.answers[n].ids for n in numbers]
+    proposed, accepted = sum(v.proposed for v in drafted), sum(v.accepted for v in drafted)
+    assert proposed > 30
+    assert (accepted > 0.9 * proposed) if drafter == "causal" else (accepted < 0.1 * proposed)
+    assert metric(engine_stack.draft_url, "specdec_draft_faults_total") == 0
+
+
 def test_greedy_answers_without_any_draft(engine_stack: Stack, oracle: Oracle):
     assert engine_stack.draft is not None
     engine_stack.draft.process.stop()

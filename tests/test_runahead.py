@@ -441,15 +441,15 @@ def test_it_is_on_where_the_draft_has_a_device_of_its_own(flag, device, on):
 
 def test_its_counts_are_metrics():
     metrics, counts = DraftMetrics(), AheadCounts(hits=3, misses=2, unused=1)
-    metrics.show(counts)
+    metrics.show(SimpleNamespace(ahead_counts=counts, evicted=7), run_ahead=True)
     counts.waited, counts.saved_s, counts.read = 4, 0.25, 100
 
     def value(name, **labels):
         return metrics.registry.get_sample_value(f"specdec_draft_{name}_total", labels)
 
     assert [value("run_ahead", result=result) for result in ("hit", "miss", "unused")] == [3, 2, 1]
-    names = ("run_ahead_waited", "run_ahead_saved_seconds", "read_ahead_tokens")
-    assert [value(name) for name in names] == [4, 0.25, 100]
+    names = ("run_ahead_waited", "run_ahead_saved_seconds", "read_ahead_tokens", "evicted_sessions")
+    assert [value(name) for name in names] == [4, 0.25, 100, 7]
 
 
 # ---- in the draft's loop

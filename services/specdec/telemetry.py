@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from specdec.errors import SettingsError
 
 if TYPE_CHECKING:
+    from specdec.draft.drafters import Drafter
     from specdec.draft.runahead import AheadCounts
 
 _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -87,9 +88,42 @@ class DraftMetrics:
         self.garbage = Counter("specdec_draft_garbage_frames", "Outcome frames that were never whole", registry=r)
         self.faults = Counter("specdec_draft_faults", "Drafter calls that raised", registry=r)
 
-    def show(self, counts: "AheadCounts") -> None:
-        """From now on also says what a drafter counts itself."""
-        self.registry.register(_Ahead(counts))
+    def show(self, drafter: "Drafter", *, run_ahead: bool = False) -> None:
+        """From now on also says what a drafter counts itself, and how its work ahead does where it does any."""
+        self.registry.register(_Own(drafter))
+        if run_ahead and (counts := getattr(drafter, "ahead_counts", None)):
+            self.registry.register(_Ahead(counts))
+
+
+class _Own(Collector):
+    """What a drafter with weights counts, read when it is asked for."""
+
+    def __init__(self, drafter: "Drafter") -> None:
+        self._drafter = drafter
+
+    def collect(self) -> Iterable[Metric]:
+        if (evicted := getattr(self._drafter, "evicted", None)) is not None:
+            yield CounterMetricFamily(
+                "specdec_draft_evicted_sessions",
+                "Sessions that lost what the draft held of them: its memory is full",
+                evicted,
+            )
+        if (counts := getattr(self._drafter, "counts", None)) is not None:
+            gaps = CounterMetricFamily(
+                "specdec_draft_missing_states",
+                "Hidden states of the target that a head did without: late_start, a context begins after the first "
+                "token; no_drafts, a proposal is empty because the last state has not come; dropped, tokens' states "
+                "that came and found no memory",
+                labels=["effect"],
+            )
+            effects = (
+                ("late_start", counts.late_starts),
+                ("no_drafts", counts.without_states),
+                ("dropped", counts.dropped),
+            )
+            for effect, count in effects:
+                gaps.add_metric([effect], count)
+            yield gaps
 
 
 class _Ahead(Collector):

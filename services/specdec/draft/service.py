@@ -34,8 +34,7 @@ class DraftService:
             run_ahead=settings.runs_ahead,
         )
         self._metrics = DraftMetrics()
-        if settings.runs_ahead and (counts := getattr(self._drafter, "ahead_counts", None)):
-            self._metrics.show(counts)
+        self._metrics.show(self._drafter, run_ahead=settings.runs_ahead)
         self._stopping = threading.Event()
         self._engine: DraftEngine | None = None
         self._detail = "waiting for the verifier"

@@ -30,7 +30,6 @@ _AHEAD_TOKENS = 512  # an outcome may come meanwhile
 class Counts:
     """What happened to sessions' states, since the start."""
 
-    evicted: int = 0  # contexts lost for lack of memory
     late_starts: int = 0  # contexts that begin after the first token: states before it never came, or were lost
     without_states: int = 0  # proposals for a session whose last state is missing: no drafts
     dropped: int = 0  # states that came and found no memory
@@ -111,12 +110,12 @@ class Eagle3Drafter:
         self._pool = KvPool(layers, shape.kv_heads, shape.head_size, memory_bytes // cell, self._device, kind)
         self._contexts: Holders[DraftSession, _Context] = Holders(self._pool, _Context)
         self._drafting: Collection[DraftSession] = ()  # the last proposal's sessions
-        self._counts = Counts()
+        self.counts = Counts()
 
     @property
-    def counts(self) -> Counts:
-        self._counts.evicted = self._contexts.evicted
-        return self._counts
+    def evicted(self) -> int:
+        """Sessions whose context was lost for lack of memory."""
+        return self._contexts.evicted
 
     # ---- Drafter
 
@@ -162,18 +161,18 @@ class Eagle3Drafter:
             start = context.start if context is not None and known else came.position
             context = self._contexts.room(session, end - start, busy)
             if context is None:
-                self._counts.dropped += len(came.tokens)
+                self.counts.dropped += len(came.tokens)
                 continue
             if not known:
                 context.restart(start)
-                self._counts.late_starts += start > 0
+                self.counts.late_starts += start > 0
             context.waiting.append(_part(came, context.end - came.position, len(came.tokens)))
 
     def _ready(self, session: DraftSession, steps: int) -> _Context | None:
         """The session's context, if the state before the last token has come and there is room for drafts."""
         context, known = self._contexts.get(session), len(session.tokens) - 1
         if context is None or not context.start < known <= context.end:
-            self._counts.without_states += 1
+            self.counts.without_states += 1
             return None
         return self._contexts.room(session, known - context.start + steps, self._drafting)
 
