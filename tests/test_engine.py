@@ -197,22 +197,30 @@ def compare_states(heard: list[Any], model: Path) -> None:
 
 @pytest.mark.parametrize("drafter", ["causal", "eagle3"])
 def test_drafters_with_weights_work_in_the_stack(
-    engine_stack: Stack, oracle: Oracle, model: Path, head: Path, drafter: str
+    engine_stack: Stack, oracle: Oracle, model: Path, head: Path, tmp_path: Path, drafter: str
 ):
-    """The target itself as the draft is right nearly always; a random head is wrong, which costs speed only."""
-    engine_stack.start_draft(drafter, model if drafter == "causal" else head)
+    """A few of the target's own layers, and a random head: both are wrong nearly always, which costs speed only."""
+    engine_stack.start_draft(drafter, cut_short(model, tmp_path, 2) if drafter == "causal" else head)
     engine_stack.start_router("--policy", "fixed", "--steps", "3", "--window", "2")
     engine_stack.wait_ready()
-    with Recorder(engine_stack) as recorder, ThreadPoolExecutor(3) as pool:
+    with Recorder(engine_stack) as recorder:
         numbers = (4, 9, 13)
-        answers = list(pool.map(lambda n: complete(engine_stack.url, CASES[n]), numbers))
+        answers = [complete(engine_stack.url, CASES[n]) for n in numbers]
         time.sleep(0.3)
         drafted = [v for _, v in recorder.cycles if v.proposed]
     assert [a.ids for a in answers] == [oracle.answers[n].ids for n in numbers]
-    proposed, accepted = sum(v.proposed for v in drafted), sum(v.accepted for v in drafted)
-    assert proposed > 30
-    assert (accepted > 0.9 * proposed) if drafter == "causal" else (accepted < 0.1 * proposed)
+    assert sum(v.proposed for v in drafted) > 30
     assert metric(engine_stack.draft_url, "specdec_draft_faults_total") == 0
+
+
+def cut_short(model: Path, folder: Path, layers: int) -> Path:
+    """A model's folder that says it has fewer layers."""
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path)
+    config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def test_greedy_answers_without_any_draft(engine_stack: Stack, oracle: Oracle):
