@@ -336,6 +336,29 @@ def test_an_idle_draft_still_shows_that_it_lives(verifier, draft):
     assert until(lambda: beat.value > before, 1)
 
 
+def test_it_spins_after_an_outcome_while_sessions_are_open_and_else_sleeps(verifier, monkeypatch):
+    monkeypatch.setattr("specdec.draft.engine._IDLE_S", 0.4)
+
+    def busy(seconds):
+        """Share of the time in which the draft's thread kept a processor."""
+        before = time.clock_gettime(clock)
+        time.sleep(seconds)
+        return (time.clock_gettime(clock) - before) / seconds
+
+    with RunningDraft(verifier.owner.path, spin_s=0.3) as draft:
+        clock = time.pthread_getcpuclockid(draft.thread.ident)
+        assert busy(0.2) < 0.05
+        verifier.tell((1, 1, OPEN, 1, 0, [1]))
+        assert verifier.proposal()
+        spinning = busy(0.15)
+        time.sleep(0.3)
+        assert busy(0.2) < spinning / 3, "no outcome for long: it sleeps"
+        verifier.tell((1, 1, CLOSE, 0, 0, []))
+        time.sleep(0.01)
+        assert busy(0.15) < spinning / 3, "no session: it sleeps"
+    assert spinning > 0.05
+
+
 def test_the_loop_ends_with_its_verifier(verifier):
     with RunningDraft(verifier.owner.path) as draft:
         verifier.owner.close()

@@ -44,11 +44,14 @@ class Bell(Word):
         self.value = self.value + 1
         futex.wake(self._address)
 
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Returns once the bell has rung since it read `seen`, or after `timeout_s`."""
-        until = time.monotonic() + timeout_s
+    def wait(self, seen: int, timeout_s: float, spin_s: float = 0.0) -> None:
+        """Returns once the bell has rung since it read `seen`, or after `timeout_s`; for `spin_s` it does not sleep."""
+        start = time.monotonic()
+        until, sleeps = start + timeout_s, start + spin_s
         # again where the wake-up was an older ring's, whose count had been read before its waker came to wake
         while self.value == seen and (left := until - time.monotonic()) > 0:
+            if until - left < sleeps:
+                continue
             futex.wait(self._address, seen & 0xFFFFFFFF, left)
 
 
@@ -143,16 +146,18 @@ class RingReader:
                 return
             yield body
 
-    def wait(self, timeout_s: float) -> bytes | None:
-        """The next frame's body; None if it has not arrived after `timeout_s`."""
+    def wait(self, timeout_s: float, spin_s: float = 0.0) -> bytes | None:
+        """The next frame's body; None if it has not arrived after `timeout_s`. Sleeps only after `spin_s`."""
         until = time.monotonic() + timeout_s
+        sleeps = until - timeout_s + spin_s
         while True:
             seen = self.bell.value
             body = self.read()
             left = until - time.monotonic()
             if body is not None or left <= 0:
                 return body
-            self.bell.wait(seen, min(left, 0.05) if not self._torn_since_ns else 0.0001)
+            spin_s = max(0.0, sleeps - (until - left))
+            self.bell.wait(seen, min(left, 0.05) if not self._torn_since_ns else 0.0001, spin_s)
 
     def skip_to_end(self) -> None:
         """Passes over everything written so far: for a reader that starts after its writer."""

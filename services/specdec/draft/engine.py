@@ -44,8 +44,16 @@ class DraftEngine:
     """Serves one segment until `stop` or until its verifier is gone."""
 
     def __init__(
-        self, segment: Segment, drafter: Drafter, metrics: DraftMetrics, *, trust_vocabulary: bool = False
+        self,
+        segment: Segment,
+        drafter: Drafter,
+        metrics: DraftMetrics,
+        *,
+        trust_vocabulary: bool = False,
+        spin_s: float = 0.0,
     ) -> None:
+        """`spin_s`: how long after an outcome it looks for the next one without sleeping, while sessions are open."""
+        self._spin_s = spin_s
         self._segment, self._drafter, self._metrics = segment, drafter, metrics
         self._context_limit: int | None = getattr(drafter, "context_limit", None)
         self._vocabulary: Mapping[str, int] | None = None if trust_vocabulary else getattr(drafter, "vocabulary", None)
@@ -82,10 +90,12 @@ class DraftEngine:
         self._outcomes.skip_to_end()
         self._beat.value = now_ns()
         self._ask_for_all()
-        more, looked_s = False, 0.0  # work ahead of the next outcome
+        more, answered, looked_s = False, False, 0.0  # more: work ahead of the next outcome
         try:
             while not self._stopped.is_set():
-                body = self._outcomes.wait(0 if more else self._idle_s)
+                body = self._outcomes.wait(
+                    0 if more else self._idle_s, self._spin_s if self._sessions and answered else 0
+                )
                 self._beat.value = now_ns()
                 if self._outcomes.garbage != self._garbage_seen:
                     self._metrics.garbage.inc(self._outcomes.garbage - self._garbage_seen)
@@ -93,8 +103,9 @@ class DraftEngine:
                     self._ask_for_all()  # a frame was lost, and with it some session's tokens
                 if body is not None:
                     self.answer(body)
-                    more = self._ahead is not None
+                    more, answered = self._ahead is not None, True
                     continue
+                answered = more
                 more = (self._take_states() or more) and self._work_ahead()
                 if time.monotonic() - looked_s >= _IDLE_S:
                     looked_s = time.monotonic()

@@ -81,8 +81,11 @@ class DraftService:
                 continue
             told = ""
             with segment:
+                settings = self._settings
                 self._engine = DraftEngine(
-                    segment, self._drafter, self._metrics, trust_vocabulary=self._settings.trust_vocabulary
+                    *(segment, self._drafter, self._metrics),
+                    trust_vocabulary=settings.trust_vocabulary,
+                    spin_s=settings.spin_s,
                 )
                 if self._stopping.is_set():
                     self._engine.stop()
