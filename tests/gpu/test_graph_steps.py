@@ -8,8 +8,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-pytest.importorskip("triton")
-
 from specdec.draft.drafters import DraftSession
 from specdec.draft.drafters.causal import CausalDrafter
 from specdec.draft.model.steps import EagerSteps, GraphSteps

@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("triton")
-
 from specdec.draft.model import eager, gemv, kernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

