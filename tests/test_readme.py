@@ -28,6 +28,21 @@ def test_the_benchmarks_figures_are_those_of_the_committed_run():
     assert {name: (float(ratio), float(length)) for name, ratio, length in table}.items() <= measured.items()
 
 
+def test_the_drafts_figures_are_those_of_the_committed_runs():
+    runs = json.loads((ROOT / "results" / "draft-h200.json").read_text())["runs"]
+    measured = {
+        (run["command"].partition("--dtype ")[2].split()[0], row["batch"], row["context"]): (row["ms"], row["ratio"])
+        for run in runs
+        for row in run["rows"]
+        if "--shape 1b" in run["command"] and row["k"] == 5
+    }
+    table = re.findall(r"^\| (bf16|fp8) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.M)
+    assert len(table) == 4
+    for weights, batch, context, ms, ratio in table:
+        found = measured["bfloat16" if weights == "bf16" else weights, int(batch), int(context)]
+        assert (round(found[0], 2), round(found[1], 2)) == (float(ms), float(ratio))
+
+
 def test_the_drafter_and_the_policy_in_it_run():
     scope: dict[str, type] = {}
     for block in blocks("python"):

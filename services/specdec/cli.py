@@ -16,6 +16,7 @@ USAGE = """specdec: speculative decoding served across processes
     specdec up        the whole stack on this machine, until Ctrl-C
     specdec demo      the stack against plain vLLM, on twelve prompts
     specdec bench     speculation off, fixed k, auto, and windows, in one run
+    specdec bench draft   the draft alone: ms a proposal beside what its bytes take
 
     specdec router    one service each
     specdec verifier  ... with vLLM's own arguments after --
@@ -114,6 +115,10 @@ def _demo(argv: list[str]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
+    if argv[:1] == ["draft"]:
+        from specdec.draft.bench import bench_draft
+
+        return bench_draft(argv[1:])
     from specdec.bench import bench
 
     _end_on_sigterm()

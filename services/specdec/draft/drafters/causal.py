@@ -47,9 +47,11 @@ class CausalDrafter:
     ) -> None:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is no model folder: it has no config.json")
-        kind: torch.dtype = getattr(torch, dtype)
+        float8 = dtype == "fp8"  # only the weights: keys, values and what is computed are bfloat16
+        kind: torch.dtype = getattr(torch, "bfloat16" if float8 else dtype)
         self._device, self._max_steps = torch.device(device), max_steps
-        self._model = CausalModel(AutoConfig.from_pretrained(folder), Weights(folder, self._device, kind))
+        weights = Weights(folder, self._device, kind, float8=float8)
+        self._model = CausalModel(AutoConfig.from_pretrained(folder), weights)
         self.vocabulary = vocabulary_of(folder)
         shape = self._model.shape
         layers = len(self._model.layers)

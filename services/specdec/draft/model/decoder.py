@@ -28,6 +28,15 @@ def ops_for(device: torch.device) -> Any:
     return kernels
 
 
+def fused_for(x: torch.Tensor, where: "Pass") -> Any:
+    """The matrix products' own kernels, for a captured pass of a few tokens on CUDA; otherwise None."""
+    if where.spans is not None or x.device.type != "cuda":
+        return None
+    from specdec.draft.model import gemv
+
+    return gemv if len(x) <= gemv.MOST_TOKENS else None
+
+
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
@@ -47,6 +56,7 @@ class Pass:
     positions: torch.Tensor  # [T] int64
     firsts: torch.Tensor  # [T] int64: the first cell of each token's run
     spans: tuple[Span, ...] | None = None  # the same, session by session
+    together: int = 1  # without spans: tokens every session has, one after the other
 
     @cached_property
     def cells(self) -> torch.Tensor:  # [T] int64: where each token's keys and values go
@@ -99,9 +109,16 @@ class Rope:
 class _Linear:
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None
+    float8: torch.Tensor | None = None  # the weights over their scales, for passes of a few tokens
+    scale: torch.Tensor | None = None  # [out] float32
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    @property
+    def narrow(self) -> torch.Tensor:
+        """The weights in as few bytes as they are held in."""
+        return self.weight if self.float8 is None else self.float8
 
 
 def _linear(weights: Weights, prefix: str, *names: str) -> _Linear:
@@ -109,7 +126,19 @@ def _linear(weights: Weights, prefix: str, *names: str) -> _Linear:
     bias = None
     if f"{prefix}{names[0]}.bias" in weights:
         bias = torch.cat([weights.take(f"{prefix}{name}.bias") for name in names])
-    return _Linear(torch.cat([weights.take(f"{prefix}{name}.weight") for name in names]), bias)
+    weight = torch.cat([weights.take(f"{prefix}{name}.weight") for name in names])
+    return _quantized(weight, bias) if weights.float8 else _Linear(weight, bias)
+
+
+def _quantized(weight: torch.Tensor, bias: torch.Tensor | None = None) -> _Linear:
+    """Weights rounded to float8 (e4m3), with a scale for each output so that its largest is the largest of the type."""
+    scale = weight.abs().amax(1).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    float8 = (weight.float() / scale[:, None]).to(torch.float8_e4m3fn)
+    return _Linear((float8.float() * scale[:, None]).to(weight.dtype), bias, float8, scale)
+
+
+def _fused_linear(gemv: Any, linear: _Linear, x: torch.Tensor, **around: Any) -> torch.Tensor:
+    return gemv.project(x, linear.narrow, scale=linear.scale, bias=linear.bias, **around)
 
 
 class Attention:
@@ -130,8 +159,20 @@ class Attention:
             *(self._norms, shape.eps, store),
         )
         if where.spans is None:
-            return self._o(ops.attend(q, store, where.positions, where.firsts))
+            return self._o(ops.attend(q, store, where.positions, where.firsts, where.together))
         return self._o(eager.attend_spans(q, store, where.spans))
+
+    def fused(self, gemv: Any, x: torch.Tensor, norm: torch.Tensor, where: Pass, store: torch.Tensor) -> None:
+        """Adds to x [T, hidden] what the norm of it gives."""
+        ops, shape, rope, eps = ops_for(x.device), self._shape, self._rope, self._shape.eps
+        turn = rope.frequencies, rope.factor, where.positions, where.cells
+        if self._norms is None:
+            q = gemv.qkv(x, norm, eps, self._qkv.narrow, self._qkv.bias, *turn, store, self._qkv.scale)
+        else:
+            projected = _fused_linear(gemv, self._qkv, x, norm=norm, eps=eps)
+            q = ops.rope_store(projected, shape.heads, *turn, self._norms, eps, store)
+        mixed = ops.attend(q, store, where.positions, where.firsts, where.together)
+        _fused_linear(gemv, self._o, mixed, onto=x)
 
 
 class Mlp:
@@ -143,6 +184,14 @@ class Mlp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:  # [T, hidden] -> [T, hidden]
         return self._down(ops_for(x.device).gate(self._gate_up(x)))
+
+    def fused(self, gemv: Any, x: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
+        """Adds to x [T, hidden] what the norm of it gives."""
+        if self._gate_up.bias is None:
+            gated = gemv.gate_up(x, norm, eps, self._gate_up.narrow, self._gate_up.scale)
+        else:
+            gated = ops_for(x.device).gate(_fused_linear(gemv, self._gate_up, x, norm=norm, eps=eps))
+        _fused_linear(gemv, self._down, gated, onto=x)
 
 
 class Layer:
@@ -157,7 +206,11 @@ class Layer:
 
     def __call__(
         self, x: torch.Tensor, delta: torch.Tensor | None, where: Pass, store: torch.Tensor
-    ) -> torch.Tensor:  # [T, hidden] -> what to add to x
+    ) -> torch.Tensor | None:  # [T, hidden] -> what to add to x, unless it has been
+        if delta is None and (gemv := fused_for(x, where)) is not None:
+            self._attention.fused(gemv, x, self._before_attention, where, store)
+            self._mlp.fused(gemv, x, self._before_mlp, self._eps)
+            return None
         ops = ops_for(x.device)
         attended = self._attention(ops.add_norm(x, delta, self._before_attention, self._eps), where, store)
         return self._mlp(ops.add_norm(x, attended, self._before_mlp, self._eps))
@@ -175,7 +228,8 @@ class CausalModel:
         self._embedding = weights.take("model.embed_tokens.weight")  # [vocab, hidden]
         self._norm = weights.take("model.norm.weight")
         tied = config.tie_word_embeddings or "lm_head.weight" not in weights
-        self._head = self._embedding if tied else weights.take("lm_head.weight")
+        head = self._embedding if tied else weights.take("lm_head.weight")
+        self._head = _quantized(head) if weights.float8 else _Linear(head)
 
     def hidden(self, tokens: torch.Tensor, where: Pass, pool: KvPool) -> torch.Tensor:  # [T] -> [T, hidden]
         x, delta = F.embedding(tokens, self._embedding), None
@@ -184,4 +238,12 @@ class CausalModel:
         return ops_for(x.device).add_norm(x, delta, self._norm, self.shape.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n, vocab]
-        return F.linear(hidden, self._head)
+        return self._head(hidden)
+
+    def best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [n, hidden] -> [n, blocks] twice
+        """On CUDA: the highest logit of every block of the vocabulary, and its id."""
+        from specdec.draft.model import gemv, kernels
+
+        if len(hidden) <= gemv.MOST_TOKENS:
+            return gemv.head(hidden, self._head.narrow, self._head.scale)
+        return kernels.maxima(self.logits(hidden))

@@ -1,10 +1,11 @@
 """The kernels' functions (kernels.py) in plain torch: the draft on a CPU, and what the kernels are compared with."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 
 class Span(Protocol):
@@ -70,7 +71,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def attend(
-    q: torch.Tensor, store: torch.Tensor, positions: torch.Tensor, firsts: torch.Tensor
+    q: torch.Tensor, store: torch.Tensor, positions: torch.Tensor, firsts: torch.Tensor, together: int = 1
 ) -> torch.Tensor:  # [T, heads, head_size] -> [T, heads * head_size]
     """Attention of every token over its run's cells up to its own position."""
     parts = []
@@ -86,12 +87,18 @@ def attend_spans(q: torch.Tensor, store: torch.Tensor, spans: Iterable[Span]) ->
     for span in spans:
         length = span.position + span.count
         k, v = store[:, span.first : span.first + length].transpose(1, 2)[:, None]  # [1, kv_heads, length, head_size]
-        mask = None
-        if span.count > 1:
-            ages = torch.arange(length, device=q.device)
-            mask = ages[None] <= ages[span.position :, None]
+        mask = _causal(span, q.device) if span.count > 1 else None
         query = q[at : at + span.count].transpose(0, 1)[None]
         mixed = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
         parts.append(mixed[0].transpose(0, 1))
         at += span.count
     return torch.cat(parts).flatten(1)
+
+
+def _causal(span: Span, device: torch.device) -> Any:
+    """Which keys each token of a span attends to: those up to its own. On CUDA not written out, for flash attention."""
+    length = span.position + span.count
+    if device.type == "cuda":
+        return causal_lower_right(span.count, length)
+    ages = torch.arange(length, device=device)
+    return ages[None] <= ages[span.position :, None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.draft.model.decoder import CausalModel, Pass, Span
+from specdec.draft.model.decoder import CausalModel, Pass, Span, ops_for
 from specdec.draft.model.kv import KvPool, Run
 
 
@@ -80,11 +80,12 @@ class GraphSteps:
         self.buckets = [b for b in (1, 2, 4, 8, 16, 32, 64, 128, 256) if b < max_batch] + [max_batch]
         self._spare = Row(spare.start, 1, (0, 0))
         self._host = torch.zeros((3, 2 * max_batch), dtype=torch.int64).pin_memory()
+        self._fields = self._host.numpy()  # the same memory, which numpy writes faster
         self._given = self._host.to(device)  # tokens, positions, firsts; two columns a row
         self._next = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._position = torch.zeros_like(self._next)
         self._first = torch.zeros_like(self._next)
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._step = torch.zeros_like(self._next)  # how many drafts each row has
         self._made = torch.zeros((max_steps, max_batch), dtype=torch.int64, device=device)
         self._answer = torch.zeros((max_steps, max_batch), dtype=torch.int64).pin_memory()
         self._done = torch.cuda.Event()
@@ -108,11 +109,11 @@ class GraphSteps:
             [position for row in filled for position in row.positions],
             [row.first for row in filled for _ in range(2)],
         ]
-        self._host[:, : 2 * batch] = torch.tensor(fields)
+        self._fields[:, : 2 * batch] = fields
         most = max(steps)
-        self._stream.wait_stream(torch.cuda.current_stream(self._given.device))  # prompts are read, cells moved there
+        # texts may still be being read there, and cells moved
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            self._given.copy_(self._host, non_blocking=True)
             first, later = self._graphs[batch]
             first.replay()
             for _ in range(most - 1):
@@ -137,8 +138,9 @@ class GraphSteps:
         return graphs[0], graphs[1]
 
     def _first_step(self, batch: int) -> None:
+        self._given.copy_(self._host, non_blocking=True)
         tokens, positions, firsts = self._given[:, : 2 * batch]
-        hidden = self._model.hidden(tokens, Pass(positions, firsts), self._pool)[1::2]
+        hidden = self._model.hidden(tokens, Pass(positions, firsts, together=2), self._pool)[1::2].contiguous()
         self._step.zero_()
         self._position[:batch] = positions[1::2]
         self._first[:batch] = firsts[1::2]
@@ -149,8 +151,5 @@ class GraphSteps:
         self._take(batch, self._model.hidden(self._next[:batch], where, self._pool))
 
     def _take(self, batch: int, hidden: torch.Tensor) -> None:  # [batch, hidden]
-        chosen = self._model.logits(hidden).argmax(-1)
-        self._next[:batch] = chosen
-        self._made[:, :batch].index_copy_(0, self._step, chosen[None])
-        self._position[:batch] += 1
-        self._step += 1
+        best, ids = self._model.best(hidden)
+        ops_for(hidden.device).advance(best, ids, self._next, self._made, self._position, self._step)

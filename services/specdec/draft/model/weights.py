@@ -15,11 +15,12 @@ from specdec.errors import CheckpointError
 class Weights:
     """The tensors of a transformers folder: `model.safetensors`, or the shards of `model.safetensors.index.json`.
 
-    `device` and `dtype` are what `take` returns; integer and boolean tensors keep theirs.
+    `device` and `dtype` are what `take` returns; integer and boolean tensors keep theirs. With `float8` who takes the
+    weights of a linear map is to keep them as that.
     """
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self.folder, self.device, self.dtype = folder, device, dtype
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, *, float8: bool = False) -> None:
+        self.folder, self.device, self.dtype, self.float8 = folder, device, dtype, float8
         self._files = {name: (path, name) for name, path in _files(folder).items()}  # file, and the name in it
 
     def __contains__(self, name: str) -> bool:
@@ -31,7 +32,7 @@ class Weights:
 
     def like(self, folder: Path) -> Self:
         """Another folder's tensors, for the same device and dtype."""
-        return type(self)(folder, self.device, self.dtype)
+        return type(self)(folder, self.device, self.dtype, float8=self.float8)
 
     def renamed(self, rename: Callable[[str], str]) -> Self:
         """The same tensors under other names."""

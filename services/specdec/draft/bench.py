@@ -1,0 +1,301 @@
+"""`specdec bench draft`: what a proposal takes on this device, beside the least it could take.
+
+The least is the bytes that k steps must read, weights and the sessions' keys and values, over the memory's bandwidth,
+measured in the same run. What the ratio to it leaves is launches, gaps and arithmetic.
+"""
+
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+import specdec
+from specdec.draft.drafters import Drafter, DraftSession, load_drafter
+from specdec.draft.model.decoder import Shape
+from specdec.draft.model.kv import SMALLEST, KvPool
+from specdec.draft.model.weights import Weights
+from specdec.errors import SettingsError
+from specdec.settings import Settings
+
+SHAPES: dict[str, PretrainedConfig] = {
+    "1b": LlamaConfig(  # Llama-3.2-1B's
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    ),
+    "0.6b": Qwen3Config(  # Qwen3-0.6B's
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+    ),
+    "tiny": LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    ),
+}
+COPIES = 4  # timed as one, so that launching the first of them counts little
+GROWTH = 2  # tokens a session gains a cycle: one accepted draft, one of the target's
+
+
+class BenchDraftSettings(Settings):
+    """Time the draft alone: milliseconds a proposal for every batch, step count and context, each beside the time that
+    reading the weights, keys and values takes at this device's measured bandwidth. The variants take turns, so that
+    what the machine does meanwhile falls on all alike."""
+
+    model_config = SettingsConfigDict(env_prefix="SPECDEC_BENCH_DRAFT_")
+    section: ClassVar[str] = "bench draft"
+
+    drafter: str = Field("causal", description="as specdec draft --drafter")
+    model: Path | None = Field(None, description="folder of the draft's weights, as specdec draft --model")
+    shape: Literal["1b", "0.6b", "tiny"] | None = Field(
+        None, description="instead of --model: random weights in the shape of Llama-3.2-1B, Qwen3-0.6B or a toy"
+    )
+    device: str = Field("cpu", description="as specdec draft --device")
+    dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field("float32", description="as specdec draft --dtype")
+    batches: list[int] = Field([1, 8, 32], description="sessions a proposal is for")
+    steps: list[int] = Field([5], description="drafts for each of them, k")
+    contexts: list[int] = Field([512, 8192], description="tokens each of them has")
+    most_tokens: int = Field(1 << 19, ge=1, description="leave out batches whose contexts together have more tokens")
+    rounds: int = Field(20, ge=1, le=1000, description="proposals timed for every variant")
+    json_: CliImplicitFlag[bool] = Field(False, alias="json", description="print the result as JSON instead of a table")
+    out: Path | None = Field(None, description="also write the result, with every sample, to this file")
+
+
+@dataclass
+class Variant:
+    """One row: so many sessions of so many tokens, k drafts each."""
+
+    batch: int
+    context: int
+    k: int
+    sessions: list[DraftSession] = field(default_factory=list)
+    samples_ms: list[float] = field(default_factory=list)
+
+    def start(self, settings: BenchDraftSettings, first_id: int, vocabulary: int) -> None:
+        """Sessions that have `context` tokens, drafts included, after the last round."""
+        dice = random.Random(self.context)
+        length = self.context - GROWTH * (settings.rounds + 1) - self.k
+        if length < 2:
+            raise SettingsError(f"--contexts: {self.context} tokens are too few for {settings.rounds} --rounds")
+        self.sessions = [
+            DraftSession(first_id + i, 1, [dice.randrange(vocabulary) for _ in range(length)])
+            for i in range(self.batch)
+        ]
+
+    def cycle(self, drafter: Drafter) -> float:
+        """Milliseconds of one proposal; then the target accepts a draft and adds a token."""
+        start = time.perf_counter()
+        proposals = drafter.propose(self.sessions, [self.k] * self.batch)
+        took_ms = 1000 * (time.perf_counter() - start)
+        for session, ids in zip(self.sessions, proposals, strict=True):
+            session.tokens += [*ids[:1], *session.tokens[: GROWTH - len(ids[:1])]]
+        return took_ms
+
+
+@dataclass(frozen=True)
+class Work:
+    """The bytes a step reads at least."""
+
+    weights: int  # every matrix once
+    cell: int  # keys and values of one token
+
+    @classmethod
+    def of(cls, folder: Path, dtype: str) -> "Work":
+        shape, config = _shape_of(folder)
+        weights = Weights(folder, torch.device("cpu"), torch.float32)
+        sizes = {name: prod(weights.shape(name)) for name in weights.names}
+        if not config.tie_word_embeddings and "lm_head.weight" in sizes:
+            sizes.pop("model.embed_tokens.weight", None)  # of an embedding only the tokens' rows are read
+        kind: torch.dtype = getattr(torch, "bfloat16" if dtype == "fp8" else dtype)
+        itemsize = 1 if dtype == "fp8" else kind.itemsize
+        cell = KvPool.cell_bytes(config.num_hidden_layers, shape.kv_heads, shape.head_size, kind)
+        return cls(itemsize * sum(sizes.values()), cell)
+
+    def floor_ms(self, variant: Variant, bandwidth: float) -> float:
+        read = self.weights + variant.batch * variant.context * self.cell
+        return 1000 * variant.k * read / bandwidth
+
+
+def bench_draft(argv: list[str]) -> int:
+    """The command."""
+    settings = BenchDraftSettings.load(argv)
+    if settings.shape is not None and settings.model is not None:
+        raise SettingsError("--shape: give either --shape or --model")
+    if settings.drafter == "causal" and settings.shape is None and settings.model is None:
+        raise SettingsError("--shape: --drafter causal needs --shape or --model")
+    rows = [
+        Variant(batch, context, k)
+        for context in settings.contexts
+        for batch in settings.batches
+        for k in settings.steps
+        if batch * context <= settings.most_tokens
+    ]
+    with _folder(settings) as folder:
+        bandwidth = bandwidth_of(torch.device(settings.device))
+        work = None if folder is None else Work.of(folder, settings.dtype)
+        vocabulary = 256 if folder is None else AutoConfig.from_pretrained(folder).vocab_size
+        drafter = load_drafter(
+            settings.drafter,
+            model=folder,
+            device=settings.device,
+            dtype=settings.dtype,
+            memory_gb=0 if work is None else _cells(rows) * work.cell / 2**30,
+        )
+        _run(rows, drafter, settings, vocabulary)
+    result = _result(rows, work, bandwidth, settings, argv)
+    if settings.out:
+        samples = [{"batch": r.batch, "context": r.context, "k": r.k, "ms": r.samples_ms} for r in rows]
+        settings.out.write_text(json.dumps(result | {"samples": samples}))
+    print(json.dumps(result) if settings.json_ else _table(result), flush=True)
+    return 0
+
+
+def bandwidth_of(device: torch.device) -> float:
+    """Bytes a second that copies within the device's memory move, read and written counted: the best of ten times."""
+    source = torch.ones(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    seconds = []
+    for _ in range(10):
+        wait()
+        start = time.perf_counter()
+        for _ in range(COPIES):
+            target.copy_(source)
+        wait()
+        seconds.append((time.perf_counter() - start) / COPIES)
+    return 2 * len(source) / min(seconds)
+
+
+@contextmanager
+def _folder(settings: BenchDraftSettings) -> Iterator[Path | None]:
+    """The draft's files: the user's, or random ones made for the time of the run."""
+    if settings.shape is None:
+        yield settings.model
+        return
+    with TemporaryDirectory(prefix="specdec-bench-") as name:
+        folder = Path(name)
+        write_random(folder, SHAPES[settings.shape], torch.device(settings.device))
+        yield folder
+
+
+def write_random(folder: Path, config: PretrainedConfig, device: torch.device) -> None:
+    """A model folder with random weights in bfloat16."""
+    with torch.device("meta"):
+        tensors = AutoModelForCausalLM.from_config(config).state_dict()
+    torch.manual_seed(0)
+    made = {
+        name: torch.randn(tensor.shape, dtype=torch.bfloat16, device=device).mul_(0.02)
+        for name, tensor in tensors.items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    save_file({name: tensor.cpu() for name, tensor in made.items()}, folder / "model.safetensors")
+    config.save_pretrained(folder)
+
+
+def _shape_of(folder: Path) -> tuple[Shape, Any]:
+    config = AutoConfig.from_pretrained(folder)
+    return Shape(config), config
+
+
+def _cells(rows: list[Variant]) -> int:
+    """Cells that all sessions take together: a run of the next power of two each, and what the drafter keeps spare."""
+    lengths = [max(SMALLEST, 1 << (row.context - 1).bit_length()) for row in rows for _ in range(row.batch)]
+    return sum(lengths) + max(lengths, default=0)
+
+
+def _run(rows: list[Variant], drafter: Drafter, settings: BenchDraftSettings, vocabulary: int) -> None:
+    for i, row in enumerate(sorted(rows, key=lambda row: -row.context)):  # long runs first: they need unbroken memory
+        row.start(settings, 1000 * i, vocabulary)
+        row.cycle(drafter)  # reads the texts
+    for turn in range(settings.rounds):
+        first = turn % max(1, len(rows))  # no variant always follows the same one
+        for row in [*rows[first:], *rows[:first]]:
+            row.samples_ms.append(row.cycle(drafter))
+
+
+def _result(
+    rows: list[Variant], work: Work | None, bandwidth: float, settings: BenchDraftSettings, argv: list[str]
+) -> dict[str, Any]:
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    cuda = settings.device.startswith("cuda")
+    return {
+        "command": " ".join(["specdec", "bench", "draft", *argv]),
+        "commit": git.stdout.strip() or None,
+        "versions": {
+            "specdec": specdec.__version__,
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+        },
+        "machine": {
+            "arch": platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(settings.device) if cuda else "cpu",
+        },
+        "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+        "weights_mb": None if work is None else round(work.weights / 1e6, 1),
+        "rows": [_row(row, work, bandwidth, settings.drafter) for row in rows],
+    }
+
+
+def _row(row: Variant, work: Work | None, bandwidth: float, drafter: str) -> dict[str, Any]:
+    ms = statistics.median(row.samples_ms)
+    floor = None if work is None else work.floor_ms(row, bandwidth)
+    return {
+        "drafter": drafter,
+        "batch": row.batch,
+        "context": row.context,
+        "k": row.k,
+        "ms": round(ms, 3),
+        "p90_ms": round(sorted(row.samples_ms)[int(0.9 * len(row.samples_ms))], 3),
+        "floor_ms": None if floor is None else round(floor, 3),
+        "ratio": None if floor is None else round(ms / floor, 2),
+    }
+
+
+def _table(result: dict[str, Any]) -> str:
+    head = f"{'drafter':10}{'batch':>6}{'context':>9}{'k':>4}{'ms':>10}{'p90':>10}{'floor':>10}{'ratio':>8}"
+    lines = [head, "-" * len(head)]
+    for row in result["rows"]:
+        case = f"{row['drafter']:10}{row['batch']:6}{row['context']:9}{row['k']:4}"
+        floor = "" if row["floor_ms"] is None else f"{row['floor_ms']:10.3f}{row['ratio']:8.2f}"
+        lines.append(f"{case}{row['ms']:10.3f}{row['p90_ms']:10.3f}{floor}")
+    lines.append(f"memory bandwidth {result['bandwidth_gb_s']} GB/s on {result['machine']['device']}")
+    return "\n".join(lines)
