@@ -37,6 +37,8 @@ from specdec.channel.segment import Role, Segment, now_ns, segment_path
 from specdec.channel.states import Fed, States, StatesWriter
 from specdec.draft.drafters import DraftSession, load_drafter
 from specdec.draft.engine import DraftEngine
+from specdec.draft.service import memory_gb
+from specdec.draft.settings import DraftSettings
 from specdec.errors import SettingsError, SetupError, VocabularyMismatch
 from specdec.telemetry import DraftMetrics
 from specdec.vocabulary import Vocabulary
@@ -656,6 +658,22 @@ def test_a_head_needs_a_verifier_that_hands_over_its_layers(verifier, with_state
         hand_soon.start()
         DraftEngine(segment, FakeHead(), DraftMetrics()).run()
     hand_soon.join()
+
+
+# ---- its settings
+
+
+def test_a_share_of_the_memory_is_of_what_the_process_may_have(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("specdec.draft.service._CONTAINER_LIMIT", limit)
+    machine_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    quarter = DraftSettings(memory_fraction=0.25)
+    assert memory_gb(DraftSettings(memory_gb=3)) == 3
+    assert memory_gb(quarter) == pytest.approx(machine_gb / 4)
+    limit.write_text("max\n")
+    assert memory_gb(quarter) == pytest.approx(machine_gb / 4)
+    limit.write_text(f"{2**30}\n")
+    assert memory_gb(quarter) == 0.25
 
 
 # ---- what the drafter says of itself

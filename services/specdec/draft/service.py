@@ -1,9 +1,12 @@
 """The draft's process: joins the pair's segment, drafts, and joins the next segment when the verifier is replaced."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 from specdec.channel.segment import Role, Segment, segment_path
@@ -16,6 +19,7 @@ from specdec.telemetry import DraftMetrics, health_app
 
 log = logging.getLogger(__name__)
 _RETRY_S = 0.25
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class DraftService:
@@ -30,7 +34,7 @@ class DraftService:
             target=settings.target,
             device=settings.device,
             dtype=settings.dtype,
-            memory_gb=settings.memory_gb,
+            memory_gb=memory_gb(settings),
             run_ahead=settings.runs_ahead,
         )
         self._metrics = DraftMetrics()
@@ -98,3 +102,18 @@ class DraftService:
     def _readiness(self) -> dict[str, Any]:
         ready = self._engine is not None
         return {"ready": ready, "reasons": [] if ready else [self._detail], "drafter": self._settings.drafter}
+
+
+def memory_gb(settings: DraftSettings) -> float:
+    """GiB for keys and values."""
+    if settings.memory_fraction is None:
+        return settings.memory_gb
+    if settings.device.startswith("cuda"):
+        import torch
+
+        total = torch.cuda.get_device_properties(settings.device).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+            total = min(total, int(_CONTAINER_LIMIT.read_text()))
+    return settings.memory_fraction * total / 2**30

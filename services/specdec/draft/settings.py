@@ -35,6 +35,13 @@ class DraftSettings(Settings):
     memory_gb: float = Field(
         1.0, gt=0, description="GiB for keys and values; sessions beyond it, least recently used first, go on plainly"
     )
+    memory_fraction: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="the same as a share of the device's memory (a GPU's, or what this process may have "
+        "of the machine's), in place of --memory-gb",
+    )
     run_ahead: Literal["auto", "on", "off"] = Field(
         "auto",
         description="read new text and draft for likely outcomes while the verifier is busy (--drafter causal): 'auto' "
