@@ -1,7 +1,7 @@
 """Adapters and images: drafts change nothing about answers to requests that are more than text for one model."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from engine_prompts import Body, Document, ask_all, counted, knowing_drafts, same, sequences
 from specdec.stack import Plain, Stack
 from test_engine import metric
-from tiny_vision import make_idefics3, make_paddleocr_vl, picture
+from tiny_vision import make_paddleocr_vl, picture
 
 pytestmark = pytest.mark.engine
 ARGS = [
@@ -120,12 +120,11 @@ def question(*parts: str, max_tokens: int) -> Body:
     return {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens, "logprobs": True}
 
 
-@pytest.mark.parametrize("make_model", [make_idefics3, make_paddleocr_vl])
-def test_requests_with_images_and_without_share_cycles(make_model: Callable[[Path], None], tmp_path: Path):
+def test_requests_with_images_and_without_share_cycles(tmp_path: Path):
     """A pass reads 96 tokens, so prompts are cut within their images (64 tokens) and before. In the small KV cache
     sessions are preempted whose images were in the prefix cache when they began, and must be read again."""
     vision = tmp_path / "vision"
-    make_model(vision)
+    make_paddleocr_vl(vision)
     apple, boat, wide = picture(1), picture(2), picture(3, 448, 112)
     long = " ".join(f"{i} boats left the harbour on day {i * 7 % 31}." for i in range(9))
     bodies = [question(text, max_tokens=60 + i) for i, text in enumerate(PROMPTS)]

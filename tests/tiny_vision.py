@@ -1,4 +1,4 @@
-"""Small vision-language models of random numbers, with the demo model's tokenizer. Both run without torchvision."""
+"""A small vision-language model of random numbers, with the demo model's tokenizer; most others want torchvision."""
 
 import base64
 import io
@@ -16,31 +16,6 @@ _TEXT = {
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
 }
 _VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def make_idefics3(folder: Path) -> None:
-    """Every image is 64 tokens, its patches in one row of positions; text is Llama's."""
-    import torch
-    from transformers import AutoTokenizer, Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    tokenizer = AutoTokenizer.from_pretrained(demo_model())
-    tokens = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
-    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
-    config = Idefics3Config(
-        vision_config={**_VISION, "image_size": 64, "patch_size": 4},
-        text_config={**_TEXT, "model_type": "llama", "vocab_size": len(tokenizer)},
-        image_token_id=tokenizer.convert_tokens_to_ids(tokens[0]),
-        scale_factor=2,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-    )
-    edge = {"longest_edge": 64}
-    images = Idefics3ImageProcessorPil(do_image_splitting=False, size=edge, max_image_size=edge)
-    processor = Idefics3Processor(images, tokenizer, image_seq_len=64, chat_template=tokenizer.chat_template)
-    torch.manual_seed(1)
-    Idefics3ForConditionalGeneration(config).save_pretrained(folder)
-    processor.save_pretrained(folder)
 
 
 def make_paddleocr_vl(folder: Path) -> None:
