@@ -1,4 +1,4 @@
-"""Adapters: drafts change nothing about answers to requests that are more than text for one model."""
+"""Adapters and images: drafts change nothing about answers to requests that are more than text for one model."""
 
 import json
 from collections.abc import Sequence
@@ -8,6 +8,8 @@ import pytest
 
 from engine_prompts import Body, Document, ask_all, counted, knowing_drafts, same, sequences
 from specdec.stack import Plain, Stack
+from test_engine import metric
+from tiny_vision import make_paddleocr_vl, picture
 
 pytestmark = pytest.mark.engine
 ARGS = [
@@ -29,8 +31,9 @@ def plain_answers(model: Path, folder: Path, args: Sequence[str], bodies: Sequen
 
 def compare_with_drafts(
     model: Path, folder: Path, args: Sequence[str], bodies: Sequence[Body], expected: list[Document]
-) -> None:
-    """Asks the stack, with drafts that are right and drafts that are often not."""
+) -> float:
+    """Asks the stack, with drafts that are right and drafts that are often not. Returns how often it preempted a
+    session meanwhile."""
     oracle = folder / "oracle.json"
     oracle.write_text(json.dumps(sequences(expected)))
     with Stack(
@@ -53,6 +56,7 @@ def compare_with_drafts(
             if drafter == "Perfect":
                 assert sum(accepted) > sum(right["usage"]["completion_tokens"] for right in expected) / 3
             assert sum(count > 0 for count in accepted) > len(bodies) * 0.8
+        return metric(stack.vllm_url, "vllm:num_preemptions_total")
 
 
 def make_adapter(model: Path, folder: Path, seed: int) -> Path:
@@ -103,3 +107,38 @@ def test_requests_of_several_adapters_and_of_none_share_cycles(model: Path, tmp_
     by_name = [answers[i :: len(names)] for i in range(len(names))]
     assert all(left != right for i, left in enumerate(by_name) for right in by_name[:i])
     compare_with_drafts(model, tmp_path, args, bodies, expected)
+
+
+def question(*parts: str, max_tokens: int) -> Body:
+    """A chat request of texts and of images, which are data URLs."""
+    content = [
+        {"type": "image_url", "image_url": {"url": part}}
+        if part.startswith("data:")
+        else {"type": "text", "text": part}
+        for part in parts
+    ]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens, "logprobs": True}
+
+
+def test_requests_with_images_and_without_share_cycles(tmp_path: Path):
+    """A pass reads 96 tokens, so prompts are cut within their images (64 tokens) and before. In the small KV cache
+    sessions are preempted whose images were in the prefix cache when they began, and must be read again."""
+    vision = tmp_path / "vision"
+    make_paddleocr_vl(vision)
+    apple, boat, wide = picture(1), picture(2), picture(3, 448, 112)
+    long = " ".join(f"{i} boats left the harbour on day {i * 7 % 31}." for i in range(9))
+    bodies = [question(text, max_tokens=60 + i) for i, text in enumerate(PROMPTS)]
+    for i, text in enumerate(("What is it?", "Describe this picture in one sentence, please.", long)):
+        bodies += [question(text, image, max_tokens=64 + i) for image in (apple, boat, wide)]
+    bodies += [
+        question(apple, "and", boat, "are not alike.", max_tokens=64),
+        question(apple, "and", apple, "are alike.", max_tokens=64),
+        question(wide, long, apple, max_tokens=64),
+    ]
+    args = [*ARGS, "--max-num-batched-tokens", "96"]
+    expected = plain_answers(vision, tmp_path, args, bodies)
+    answers = [document["choices"][0]["token_ids"] for document in expected]
+    assert all(left != right for i, left in enumerate(answers) for right in answers[:i])
+    assert max(document["usage"]["prompt_tokens"] for document in expected) > 2 * 96
+    small = [*args, "--num-gpu-blocks-override", "40"]
+    assert compare_with_drafts(vision, tmp_path, small, bodies * 4, expected * 4) > 10

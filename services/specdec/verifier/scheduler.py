@@ -78,6 +78,7 @@ class Scheduler(VllmScheduler):
             )
         )
         output = super().schedule(*args, **kwargs)
+        self._restore_images(output)
         self._open_sessions(output)
         if self._with_states:
             sessions = {name: (session.id, session.epoch) for name, (_, session, _) in self._live.items()}
@@ -132,6 +133,13 @@ class Scheduler(VllmScheduler):
         if held and held == len(self.running) and not self.waiting:
             self._link.wait_for_orders(0.001)
         return wanted
+
+    def _restore_images(self, output: SchedulerOutput) -> None:
+        """vLLM 0.32 does not send the worker an image that a new request's prefix hit covers, nor does model runner V1
+        get it later: once such a request is preempted, and its blocks are given away, reading it again would end the
+        engine."""
+        for new in output.scheduled_new_reqs:
+            new.mm_features = self.requests[new.req_id].mm_features
 
     def _open_sessions(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:

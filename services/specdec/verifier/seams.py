@@ -90,6 +90,7 @@ CPU_WORDS = {
         "request.spec_token_ids",
         "self.current_step += 1",
     ),
+    "vllm.v1.core.sched.output:NewRequestData.from_request": ("mm_features=strip_covered_mm_data(",),
     "vllm.v1.engine.core:EngineCore.post_step": ("self.model_executor.take_draft_token_ids()", "is not None"),
     "vllm.v1.request:Request.__init__": (
         "self.num_preemptions",
