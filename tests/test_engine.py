@@ -169,7 +169,9 @@ def test_greedy_answers_and_hidden_states_through_preemption_prefix_hits_and_cut
     engine_stack.start_draft("fake_drafters:Perfect")  # the one before has written all when it has ended
     engine_stack.wait_ready()
     heard = [np.load(path) for path in states_folder(oracle.path).glob("*-*.npz")]
-    assert sum(len(session["positions"]) for session in heard) > 2000
+    had, told = (sum(len(session[name]) for session in heard) for name in ("positions", "tokens"))
+    assert had > 2000
+    assert had > 0.7 * told, "all but reused prefixes, and what was not read before a session's end"
     lost = httpx.get(engine_stack.verifier_url + "/metrics", timeout=5).text
     assert 'specdec_dropped_total{cause="lost_states"} 0.0' in lost
     compare_states(heard, model)
@@ -187,7 +189,6 @@ def compare_states(heard: list[Any], model: Path) -> None:
         if not positions:
             continue
         assert positions == list(range(positions[0], positions[-1] + 1)), "a gap"
-        assert positions[-1] >= len(tokens) - 2
         assert positions[0] % 32 == 0
         with torch.inference_mode():
             layers = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
