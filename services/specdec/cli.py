@@ -16,6 +16,7 @@ USAGE = """specdec: speculative decoding served across processes
     specdec up        the whole stack on this machine, until Ctrl-C
     specdec demo      the stack against plain vLLM, on twelve prompts
     specdec bench     speculation off, fixed k, auto, and windows, in one run
+    specdec simulate  the step policy on cost and acceptance that are known
 
     specdec router    one service each
     specdec verifier  ... with vLLM's own arguments after --
@@ -39,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         "up": _up,
         "demo": _demo,
         "bench": _bench,
+        "simulate": _simulate,
         "router": _router,
         "verifier": _verifier,
         "draft": _draft,
@@ -118,6 +120,12 @@ def _bench(argv: list[str]) -> int:
 
     _end_on_sigterm()
     return bench(argv)
+
+
+def _simulate(argv: list[str]) -> int:
+    from specdec.simulate.command import simulate
+
+    return simulate(argv)
 
 
 def _end_on_sigterm() -> None:

@@ -27,7 +27,7 @@ from pydantic_settings import (
 
 from specdec.errors import SettingsError
 
-SECTIONS = ("router", "verifier", "draft", "up", "demo", "bench")
+SECTIONS = ("router", "verifier", "draft", "up", "demo", "bench", "simulate")
 
 
 class _Environment(EnvSettingsSource):
