@@ -15,7 +15,7 @@ from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.router.loop import speculate
 from specdec.router.pairs import Pair, Request, Session
-from specdec.router.steps import StepPolicy
+from specdec.router.steps import OrderPolicy
 from specdec.telemetry import PairMetrics, RouterMetrics
 from specdec.verifier import link
 from specdec.verifier.control import Control
@@ -116,7 +116,7 @@ async def fake_pair(folder: Path, *, max_sessions: int = 8, port: int = 0) -> As
             await until(lambda: not pair.control.routers)  # gRPC crashes if the loop ends before its streams have
 
 
-def new_router(pair: FakePair, policy: StepPolicy | None = None, *, lease_ms: int = 1000) -> Pair:
+def new_router(pair: FakePair, policy: OrderPolicy | None = None, *, lease_ms: int = 1000) -> Pair:
     """A router's end of the stream. Its sessions are driven by `policy`, or by nobody."""
 
     async def drive(pair: Pair, session: Session) -> None:
@@ -128,7 +128,7 @@ def new_router(pair: FakePair, policy: StepPolicy | None = None, *, lease_ms: in
 
 @contextlib.asynccontextmanager
 async def router(
-    pair: FakePair, policy: StepPolicy | None = None, *, lease_ms: int = 1000, requests: Sequence[Request] = ()
+    pair: FakePair, policy: OrderPolicy | None = None, *, lease_ms: int = 1000, requests: Sequence[Request] = ()
 ) -> AsyncIterator[Pair]:
     """A connected router, which has sent `requests` on before."""
     known = new_router(pair, policy, lease_ms=lease_ms)

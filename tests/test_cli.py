@@ -49,7 +49,7 @@ def test_help_names_every_command(argv, capsys):
     assert main(argv) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for command in ("up", "demo", "bench", "router", "verifier", "draft"):
+    for command in ("up", "demo", "bench", "simulate", "router", "verifier", "draft"):
         assert f"\n    specdec {command}" in out
 
 
@@ -67,7 +67,7 @@ def test_an_unknown_command_exits_2_with_the_list(name, capsys):
     assert "specdec router" in err
 
 
-@pytest.mark.parametrize("command", ["up", "demo", "bench", "router", "verifier", "draft"])
+@pytest.mark.parametrize("command", ["up", "demo", "bench", "simulate", "router", "verifier", "draft"])
 def test_each_commands_help_exits_0(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

@@ -1,12 +1,19 @@
 """router/steps.py: how many draft tokens the next cycle gets."""
 
+import asyncio
+import logging
+import random
 import sys
 
 import pytest
 
+from fake_engine import fake_pair, router
 from specdec.errors import SettingsError
+from specdec.proto import speculation_pb2 as pb
+from specdec.router.measured import StepPolicy
 from specdec.router.pairs import Request, Session, Verdict
-from specdec.router.steps import AcceptLengthSteps, FixedSteps, Order, load_policy
+from specdec.router.steps import AcceptLengthSteps, FixedSteps, MeasuredSteps, Order, load_policy
+from specdec.telemetry import RouterMetrics
 
 
 def session(number: int = 1) -> Session:
@@ -125,8 +132,207 @@ def test_it_reads_counts_and_never_tokens():
         policy.observe(Bare(session=one, proposed=4, accepted=0))
     assert policy.order(one).steps == 3
     times = {"draft_us", "schedule_us", "verify_us", "output_us"}
-    counts = {"order", "kind", "steps", "proposed", "accepted", "committed", "batch", "reason", "number"}
+    counts = {
+        "order",
+        "kind",
+        "steps",
+        "proposed",
+        "accepted",
+        "committed",
+        "batch",
+        "reason",
+        "number",
+        "cycle",
+        "context",
+    }
     assert set(Verdict.__dataclass_fields__) == {"session"} | counts | times
+
+
+# ---- measured cost
+
+
+class FakeBatch:
+    """A pair's cycles under a policy: `plain_us` and `draft_us` for each draft of the widest session."""
+
+    def __init__(self, policy, sessions, *, plain_us=10_000, draft_us=500, rate=0.85):
+        self.policy, self.sessions, self.rng = policy, sessions, random.Random(1)
+        self.plain_us, self.draft_us, self.rate = plain_us, draft_us, rate
+        self.cycle = self.committed = self.us = 0
+
+    def run(self, cycles: int) -> list[list[int]]:
+        """The step counts ordered in each of `cycles` cycles."""
+        return [self._one() for _ in range(cycles)]
+
+    def _one(self) -> list[int]:
+        self.cycle += 1
+        ordered = [self.policy.order(one).steps for one in self.sessions]
+        verify_us = int(self.plain_us * self.rng.gauss(1, 0.02)) + self.draft_us * max(ordered)
+        for one, steps in zip(self.sessions, ordered, strict=True):
+            stood = 0
+            while stood < steps and self.rng.random() < (0 if one.id >= 90 else self.rate):
+                stood += 1
+            self.policy.observe(
+                Verdict(
+                    *(one, 1, pb.VERDICT_KIND_CYCLE, steps, steps, stood, stood + 1, len(self.sessions)),
+                    verify_us=verify_us,
+                    cycle=self.cycle,
+                    context=100 + self.cycle,
+                )
+            )
+            self.committed += stood + 1
+        self.us += verify_us
+        return ordered
+
+
+def measured(metrics: RouterMetrics | None = None, max_steps: int = 8) -> MeasuredSteps:
+    return MeasuredSteps(4, max_steps, 3, metrics or RouterMetrics())
+
+
+def sessions(*numbers: int, pair: str = "here", pair_max_steps: int = 64) -> list[Session]:
+    return [Session(n, 0, Request("specdec-x"), 10, pair=pair, pair_max_steps=pair_max_steps) for n in numbers]
+
+
+def test_auto_drafts_many_where_they_are_cheap_and_none_where_they_lose():
+    cheap = FakeBatch(measured(), sessions(1, 2, 3))
+    assert [max(ks) for ks in cheap.run(400)][-100:].count(8) > 60
+    dear = FakeBatch(measured(), sessions(1, 2, 3), draft_us=12_000)
+    assert [max(ks) for ks in dear.run(600)][-100:].count(0) > 80
+
+
+def test_auto_orders_the_window_and_no_more_than_the_pair_allows():
+    fake = FakeBatch(measured(), sessions(1, pair_max_steps=3))
+    assert max(max(ks) for ks in fake.run(200)) == 3
+    assert fake.policy.order(fake.sessions[0]).window == 3
+
+
+def test_auto_takes_a_cycles_verdicts_as_one_report(monkeypatch):
+    reports = []
+    monkeypatch.setattr(StepPolicy, "observe", lambda self, report: reports.append(report))
+    policy, (one, two, off) = measured(), sessions(1, 2, 3)
+
+    def verdict(of, steps, accepted, cycle, batch, **more):
+        kind = pb.VERDICT_KIND_CYCLE
+        stages = dict(draft_us=1000, schedule_us=500, verify_us=8000, output_us=500)
+        return Verdict(of, 1, kind, steps, steps, accepted, accepted + 1, batch, cycle=cycle, **(stages | more))
+
+    policy.observe(verdict(one, 4, 3, cycle=7, batch=3, context=100))
+    policy.observe(verdict(off, 0, 0, cycle=7, batch=3, context=300))  # "speculative": "off"
+    assert reports == []
+    policy.observe(verdict(two, 4, 0, cycle=7, batch=3, context=200))
+    (report,) = reports
+    assert (report.batch, report.context, report.steps) == (3, 200, 4)
+    assert (report.cycle_s, report.draft_s) == pytest.approx((0.010, 0.001))
+    assert (report.proposed, report.accepted) == ((4, 4), (3, 0))
+
+    policy.observe(verdict(one, 4, 1, cycle=8, batch=2))  # the other one is another router's
+    policy.observe(verdict(one, 4, 2, cycle=9, batch=2, reason=pb.REASON_BUDGET))
+    policy.observe(verdict(two, 4, 4, cycle=9, batch=2))
+    assert [(r.batch, r.accepted) for r in reports[1:]] == [(2, (1,)), (2, (4,))]
+
+    policy.observe(verdict(one, 4, 0, cycle=10, batch=1, reason=pb.REASON_DRAFT_DOWN))
+    policy.observe(verdict(one, 4, 0, cycle=11, batch=1, reason=pb.REASON_DRAFT_LATE))
+    assert len(reports) == 4  # a draft that is down says nothing of what drafts cost; a late one does
+
+
+def test_auto_goes_on_where_it_was_when_a_draft_has_come_back():
+    fake = FakeBatch(measured(), sessions(1))
+    fake.run(300)
+    before = fake.policy.order(fake.sessions[0]).steps
+    for cycle in range(1000, 1200):
+        (one,) = fake.sessions
+        fake.policy.observe(
+            Verdict(
+                *(one, 1, pb.VERDICT_KIND_CYCLE, before, 0, 0, 1, 1),
+                verify_us=10_000,
+                reason=pb.REASON_DRAFT_DOWN,
+                cycle=cycle,
+            )
+        )
+    assert max(fake.policy.order(fake.sessions[0]).steps for _ in range(1)) >= before - 1
+
+
+def test_a_session_without_luck_gets_no_drafts_and_the_others_keep_theirs():
+    fake = FakeBatch(measured(), sessions(1, 2, 3, 90), draft_us=1500)
+    ordered = fake.run(600)[-200:]
+    assert sum(ks[3] > 0 for ks in ordered) < 40
+    assert sum(min(ks[:3]) > 0 for ks in ordered) > 190
+
+
+def test_auto_forgets_sessions_that_have_finished():
+    policy = measured()
+    fake = FakeBatch(policy, sessions(*range(40)))
+    fake.run(30)
+    for one in fake.sessions:
+        one.finished = True
+        policy.observe(Verdict(one, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
+    fake.run(1)  # verdicts still on their way
+    assert len(policy._pairs["here"].caps) == 0
+
+
+def test_auto_runs_a_pair_over_the_wire(tmp_path):
+    async def main():
+        async with fake_pair(tmp_path) as pair, router(pair, MeasuredSteps(4, 64, 1, RouterMetrics())) as known:
+            engine = pair.engine
+            engine.accept, finish = (lambda steps: steps), engine.link.finish
+            # each draft makes a cycle of 10 ms longer by 0.3 ms
+            engine.link.finish = lambda: finish(
+                verify_us=10_000 + 300 * max((ran[-1][1] for ran in engine.ran.values() if ran), default=0)
+            )
+            for number in (1, 2):
+                known.register(Request(f"specdec-{number:032x}"))
+                engine.open(f"chatcmpl-specdec-{number:032x}", cycles=300)
+            await engine.run()
+            return [[steps for _, steps in ran] for ran in engine.ran.values()]
+
+    for ks in asyncio.run(main()):
+        assert max(ks) == 8  # what the pair allows
+        assert ks[-100:].count(8) > 60
+        assert 0 in ks[:20]
+
+
+def test_cycles_that_took_no_time_are_not_believed():
+    fake = FakeBatch(measured(), sessions(1), plain_us=0, draft_us=0)
+    assert len(fake.run(100)) == 100
+
+
+def test_pairs_are_learnt_apart():
+    policy = measured()
+    near, far = FakeBatch(policy, sessions(1)), FakeBatch(policy, sessions(1, pair="there"), draft_us=12_000)
+    for _ in range(300):
+        near.run(1)
+        far.run(1)
+    assert usual_steps(near) == 8
+    assert usual_steps(far) == 0
+
+
+def usual_steps(fake: FakeBatch) -> int:
+    chosen = [max(ks) for ks in fake.run(60)]
+    return max(set(chosen), key=chosen.count)
+
+
+def test_auto_tells_what_it_does_and_why(caplog):
+    metrics = RouterMetrics()
+    fake = FakeBatch(measured(metrics), sessions(1, 2))
+
+    def value(name: str) -> float:
+        return metrics.registry.get_sample_value(f"specdec_router_{name}", {"pair": "here"})
+
+    with caplog.at_level(logging.INFO, "specdec.router.steps"):
+        fake.run(400)
+        assert [r.getMessage().split(":")[0] for r in caplog.records] == ["pair here"]
+        assert "speculation on: k = " in caplog.text
+        assert value("steps") >= 6
+        rate = 1e6 * fake.committed / fake.us
+        assert value("expected_tokens_per_second") == pytest.approx(rate, rel=0.2)
+        assert value("realised_tokens_per_second") == pytest.approx(rate, rel=0.2)
+        assert value("utility") == pytest.approx(value("realised_tokens_per_second") / 200, rel=0.1)
+        assert value("probe_cycles_total") > 0
+        fake.rate = 0.0
+        fake.draft_us = 3000
+        fake.run(200)
+    assert "speculation off: k = " in caplog.text
+    assert value("steps") == 0
+    assert value("step_switches_total") >= 2
 
 
 # ---- by name
@@ -135,6 +341,7 @@ def test_it_reads_counts_and_never_tokens():
 def test_policies_by_name():
     assert isinstance(load_policy("fixed", 4, 8, 1), FixedSteps)
     assert isinstance(load_policy("accept-length", 4, 8, 1), AcceptLengthSteps)
+    assert isinstance(load_policy("auto", 4, 8, 1), MeasuredSteps)
     own = load_policy("specdec.router.steps:FixedSteps", 3, 8, 2)
     assert own.order(session()) == Order(3, 2)
 
@@ -142,7 +349,7 @@ def test_policies_by_name():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("fastest", ["fixed", "accept-length", "module:Class"]),
+        ("fastest", ["auto", "fixed", "accept-length", "module:Class"]),
         ("", ["fixed", "module:Class"]),
         ("no_such_module:Policy", ["no_such_module"]),
         ("specdec.router.steps:Missing", ["Missing"]),

@@ -80,7 +80,7 @@ def variants(settings: BenchSettings) -> list[Variant]:
     fixed = ("--policy", "fixed", "--steps", "64", "--max-steps", "64", "--window", "4")
     rows = [Variant("plain vLLM", None), Variant("off", fixed, {"speculative": "off"})]
     rows += [Variant(f"k = {k}", fixed, {"speculative": {"steps": k}}) for k in settings.steps]
-    rows.append(Variant("auto", ("--policy", "accept-length", "--window", "4")))
+    rows.append(Variant("auto", ("--policy", "auto", "--window", "4")))
     for window in settings.windows:
         router = ("--policy", "fixed", "--steps", str(settings.window_steps), "--window", str(window))
         rows.append(Variant(f"k = {settings.window_steps}, window {window}", router))

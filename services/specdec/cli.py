@@ -17,6 +17,7 @@ USAGE = """specdec: speculative decoding served across processes
     specdec demo      the stack against plain vLLM, on twelve prompts
     specdec bench     speculation off, fixed k, auto, and windows, in one run
     specdec bench draft   the draft alone: ms a proposal beside what its bytes take
+    specdec simulate  the step policy on cost and acceptance that are known
 
     specdec router    one service each
     specdec verifier  ... with vLLM's own arguments after --
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         "up": _up,
         "demo": _demo,
         "bench": _bench,
+        "simulate": _simulate,
         "router": _router,
         "verifier": _verifier,
         "draft": _draft,
@@ -123,6 +125,12 @@ def _bench(argv: list[str]) -> int:
 
     _end_on_sigterm()
     return bench(argv)
+
+
+def _simulate(argv: list[str]) -> int:
+    from specdec.simulate.command import simulate
+
+    return simulate(argv)
 
 
 def _end_on_sigterm() -> None:

@@ -277,7 +277,7 @@ class UpSettings(Settings):
     )
     host: str = Field("127.0.0.1", description="address the router listens on; the other services stay on loopback")
     port: int = Field(8000, ge=1, le=65535, description="the router's OpenAI API; the other ports are chosen free")
-    policy: str = Field("accept-length", description="as specdec router --policy")
+    policy: str = Field("auto", description="as specdec router --policy")
     steps: int = Field(4, ge=0, le=64, description="as specdec router --steps")
     window: int = Field(4, ge=1, le=64, description="as specdec router --window")
     logs: Path | None = Field(None, description="folder for the services' logs; default a temporary one, printed")

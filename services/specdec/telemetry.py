@@ -173,6 +173,23 @@ class RouterMetrics:
         self.order_lag = Histogram(
             "specdec_router_verdict_lag_seconds", "From an order to its verdict", registry=r, buckets=_SECONDS
         )
+        self.steps = Gauge("specdec_router_steps", "Step count (k) chosen now", ["pair"], registry=r)
+        self.expected_rate = Gauge(
+            "specdec_router_expected_tokens_per_second", "What the step policy expects of it", ["pair"], registry=r
+        )
+        self.realised_rate = Gauge(
+            "specdec_router_realised_tokens_per_second",
+            "What came of it, lately, in decoding time",
+            ["pair"],
+            registry=r,
+        )
+        self.utility = Gauge(
+            "specdec_router_utility", "The same over what plain decoding is estimated to give", ["pair"], registry=r
+        )
+        self.probes = Counter(
+            "specdec_router_probe_cycles", "Cycles ordered to learn, not to gain", ["pair"], registry=r
+        )
+        self.switches = Counter("specdec_router_step_switches", "Changes of the chosen k", ["pair"], registry=r)
 
 
 def health_routes(app: FastAPI, registry: CollectorRegistry, readiness: Callable[[], dict[str, Any]]) -> None:

@@ -36,7 +36,7 @@ _KNOWN = (
 def create_app(settings: RouterSettings) -> FastAPI:
     """The application; its lifespan keeps the pairs' streams open. Raises SettingsError for a bad policy."""
     metrics = RouterMetrics()
-    policy = load_policy(settings.policy, settings.steps, settings.max_steps, settings.window)
+    policy = load_policy(settings.policy, settings.steps, settings.max_steps, settings.window, metrics)
 
     async def drive(pair: Pair, session: Session) -> None:
         try:

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from specdec.router.pairs import Session, Verdict
-from specdec.router.steps import Order, StepPolicy
+from specdec.router.steps import Order, OrderPolicy
 
 
 class Cycles(Protocol):
@@ -18,7 +18,7 @@ class Cycles(Protocol):
         ...
 
 
-async def speculate(session: Session, pair: Cycles, policy: StepPolicy) -> None:
+async def speculate(session: Session, pair: Cycles, policy: OrderPolicy) -> None:
     """Leviathan et al. 2023, with the draft, the target and this loop in three processes."""
     while not session.finished:
         order = policy.order(session)  # step count k for the next cycle

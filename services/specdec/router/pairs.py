@@ -48,6 +48,8 @@ class Verdict:
     output_us: int = 0
     reason: int = 0
     number: int = 0  # of the session's cycles under orders, this one included
+    cycle: int = 0  # the pair's: the same for all sessions of the batch
+    context: int = 0  # tokens of the session after the cycle
 
 
 @dataclass(eq=False)
@@ -59,6 +61,8 @@ class Session:
     request: "Request"
     context: int
     orders: int = 0
+    pair: str = ""  # whose it is
+    pair_max_steps: int = 64  # largest k that one allows
     cycles: int = 0
     seen: int = 0  # newest cycle whose verdict the loop has read; 0: none, or not known
     proposed: int = 0
@@ -294,7 +298,9 @@ class Pair:
             return  # another router's, or sent to vLLM directly
         # one that was known before the stream broke: the engine wants newer orders than it has seen
         orders = max((before.orders for before in request.sessions if before.id == opened.session), default=0)
-        session = Session(opened.session, opened.slot, request, opened.prompt_tokens, orders)
+        session = Session(opened.session, opened.slot, request, opened.prompt_tokens, orders, self.address)
+        if self.description is not None and self.description.max_steps:
+            session.pair_max_steps = self.description.max_steps
         request.sessions.append(session)
         self._sessions[session.id] = session
         self._metrics.sessions.set(len(self._sessions))
@@ -336,6 +342,8 @@ class Pair:
                 frame.output_us,
                 verdict.reason,
                 verdict.number,
+                frame.cycle,
+                verdict.context,
             )
         )
 

@@ -20,8 +20,9 @@ class RouterSettings(Settings):
         ["127.0.0.1:8101"], min_length=1, description="control addresses of the pairs, HOST:PORT"
     )
     policy: str = Field(
-        "accept-length",
-        description="how k is chosen: 'accept-length', 'fixed' (always --steps), or 'module:Class', a StepPolicy",
+        "auto",
+        description="how k is chosen: 'auto' (measured cost), 'fixed' (always --steps), 'accept-length', or"
+        " 'module:Class', one of your own",
     )
     steps: int = Field(4, ge=0, le=64, description="k to start with, and k for ever with --policy fixed")
     max_steps: int = Field(8, ge=0, le=64, description="largest k to order; a pair may allow less")

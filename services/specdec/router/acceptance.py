@@ -1,0 +1,202 @@
+"""How many drafts stand: conditional acceptance by position, for a pair and for each of its sessions.
+
+Position i counts as passed when draft i stands, given that i - 1 did. A draft that was ordered and never proposed
+counts as one that fell, so that what a cycle yields is known by what was ordered.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log, sqrt
+from operator import mul
+
+_WINDOW = 200.0  # cycles an estimate of one session reaches back; more sessions say as much in fewer
+_RARE_WINDOW = 60.0  # ... and at least, or where drafts are rare
+_PRIOR = 2.0  # trials that the position before is worth to one that was hardly tried
+_RECENT = 40  # cycles that count as recent
+_UNTRIED = 1 - 1 / 600  # what a cycle leaves of what is known of positions it did not reach
+_FIRST = 0.5  # acceptance of the first position before anything is known
+# The changes looked for: a draft stands with odds so many times as good, and the log likelihood ratio at which that is
+# believed. By chance alone at most one cycle in e**9 seems worse; it costs little to find out.
+_BETTER, _WORSE = (8.0, 10.0), (1 / 4, 9.0)
+_BEST = 0.98  # nobody's drafts stand for ever
+
+
+class _Page:
+    """Page's cumulative sum of log likelihood ratios, one side, against the rates of when the suspicion began.
+
+    When it alarms, its counts are those since the change.
+    """
+
+    def __init__(self, odds: float, alarm: float, rates: Sequence[float]) -> None:
+        self._odds, self._tilt, self._alarm = odds, log(odds), alarm
+        self.clear(rates)
+
+    def clear(self, rates: Sequence[float]) -> None:
+        """Nothing is suspected, and `rates` are what is normal."""
+        self.sum = self.hits = self.expected = 0.0
+        self.cycles = 0
+        self.rates = rates
+        self._norms = [log(1 + rate * (self._odds - 1)) for rate in rates]
+
+    def add(self, hits: int, tried: Sequence[int], rates: Sequence[float]) -> bool:
+        """Whether `hits` in `tried` by position have been too many, or too few, for too long. `rates`: as of now."""
+        self.sum += self._tilt * hits - sum(map(mul, tried, self._norms))
+        if self.sum <= 0:
+            self.clear(rates)
+            return False
+        self.hits += hits
+        self.expected += sum(map(mul, tried, self.rates))
+        self.cycles += 1
+        return self.sum > self._alarm
+
+
+class Acceptance:
+    """A pair's acceptance, pooled over its sessions and decayed. A change too large for chance is believed at once."""
+
+    def __init__(self, max_steps: int) -> None:
+        self._hits, self._trials = [0.0] * max_steps, [0.0] * max_steps  # by position, decayed
+        self.rates = [_FIRST] * max_steps  # conditional acceptance by position
+        self._changes = (_Page(*_BETTER, self.rates), _Page(*_WORSE, self.rates))
+        self._recent = [0.0, 0.0, 0.0]  # hits, hits expected, their variance: decayed fast
+        self.stood = [0.0] * (max_steps + 1)  # drafts a session's cycle is expected to get accepted, by step count
+        self._estimate()
+
+    def observe(self, steps: int, accepted: Sequence[int], *, rare: bool = False) -> int:
+        """Learns from a cycle of `steps` drafts in which `accepted` stood, by session.
+
+        Returns 1 where that proves a change for the better, -1 for the worse, else 0.
+        `rare`: such cycles are few and far between, so that the older ones are old.
+        """
+        if not steps or not accepted:
+            return 0
+        reached = [0] * (steps + 2)  # sessions by drafts that stood; then those that had i or more
+        for count, sessions in Counter(accepted).items():
+            reached[min(count, steps)] += sessions
+        for i in range(steps - 1, -1, -1):
+            reached[i] += reached[i + 1]
+        window = _RARE_WINDOW if rare else max(_RARE_WINDOW, _WINDOW / sqrt(len(accepted)))
+        keep = 1 - 1 / window
+        for i, (trials, stood) in enumerate(zip(self._trials, self._hits, strict=True)):
+            if i < steps and reached[i]:
+                self._trials[i], self._hits[i] = keep * trials + reached[i], keep * stood + reached[i + 1]
+            elif not rare:  # what was not tried for long is rather like the position before
+                self._trials[i], self._hits[i] = _UNTRIED * trials, _UNTRIED * stood
+        hits, tried = sum(reached[1 : steps + 1]), reached[:steps]
+        expected = variance = 0.0
+        for trials, rate in zip(tried, self.rates, strict=False):
+            expected += trials * rate
+            variance += trials * rate * (1 - rate)
+        recent, keep = self._recent, 1 - 1 / _RECENT
+        self._recent = [keep * recent[0] + hits, keep * recent[1] + expected, keep**2 * recent[2] + variance]
+        better, worse = [page.add(hits, tried, self.rates) for page in self._changes]
+        if better or worse:
+            page = self._changes[0 if better else 1]
+            self._restart(page.rates, page.hits, page.expected, page.cycles)
+        else:
+            self._estimate()
+        return better - worse
+
+    @property
+    def promise(self) -> float:
+        """Evidence, short of proof, that drafts have become better: a log likelihood ratio."""
+        return self._changes[0].sum
+
+    def recent(self, widths: float) -> float:
+        """What stood lately over what was expected to, and `widths` standard deviations more."""
+        hits, expected, variance = self._recent
+        return (hits + widths * sqrt(variance)) / expected if expected > 1e-3 else 1.0
+
+    def believe_recent(self) -> None:
+        """What stood lately is how it is."""
+        self._restart(self.rates, self._recent[0], self._recent[1], _RECENT / 2)
+
+    def optimistic(self, widths: float) -> list[float]:
+        """As `stood`, with each position `widths` standard deviations better than estimated."""
+        stood, product, total = [0.0], 1.0, 0.0
+        for rate, trials in zip(self.rates, self._trials, strict=True):
+            product *= min(_BEST, rate + widths * sqrt(max(rate * (1 - rate), 0.01) / (trials + _PRIOR)))
+            total += product
+            stood.append(total)
+        return stood
+
+    def _restart(self, rates: Sequence[float], hits: float, expected: float, cycles: float) -> None:
+        """All positions move as `hits` over `expected` under `rates` say; what was known before hardly counts."""
+        ratio = (hits + 0.25) / (expected + 0.25)
+        for i, rate in enumerate(rates):
+            self._trials[i] = min(self._trials[i], max(4.0, cycles))
+            self._hits[i] = min(_BEST, rate * ratio) * self._trials[i]
+        self._estimate()
+        self._recent = [0.0, 0.0, 0.0]
+        for page in self._changes:
+            page.clear(self.rates)
+
+    def _estimate(self) -> None:
+        before, product, total = _FIRST, 1.0, 0.0
+        rates, stood = [], [0.0]
+        for hits, trials in zip(self._hits, self._trials, strict=True):
+            before = min(_BEST, (hits + _PRIOR * before) / (trials + _PRIOR))
+            product *= before
+            total += product
+            rates.append(before)
+            stood.append(total)
+        self.rates, self.stood = rates, stood
+
+
+@dataclass
+class _Session:
+    accepted: float = 0.0  # drafts that stood, decayed
+    expected: float = 0.0  # ... that would have, were it like the others
+    cycles: float = 0.0  # that many are remembered
+    rest: int = 0  # cycles until a capped session is tried again
+    caps: int = 0  # how often in a row it was found wanting
+
+
+class SessionCaps:
+    """Which sessions get no drafts because theirs never stand, while others' do."""
+
+    _MEMORY = 24  # cycles
+    _TRIAL = 6  # cycles with drafts before a session is judged
+    _REST = 64  # cycles without, doubled each time up to _LONGEST
+    _LONGEST = 1024
+
+    def __init__(self) -> None:
+        self._sessions: dict[int, _Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def allows(self, session: int) -> bool:
+        """Whether the session gets drafts in this cycle. To be asked every cycle: it counts a resting one's."""
+        known = self._sessions.get(session)
+        if known is None or not known.rest:
+            return True
+        known.rest -= 1
+        if not known.rest:
+            known.accepted = known.expected = known.cycles = 0.0  # what it is tried for is new evidence
+        return False
+
+    def observe(self, sessions: Sequence[int], accepted: Sequence[int], expected: float, share: float) -> None:
+        """Learns from sessions that had drafts, of which `expected` should stand in each, and `share` of them must to
+        pay for what the session's drafts cost. One alone is the pair's business, not its own."""
+        if len(sessions) < 2:
+            return
+        keep = 1 - 1 / self._MEMORY
+        for session, stood in zip(sessions, accepted, strict=True):
+            known = self._sessions.get(session)
+            if known is None:
+                known = self._sessions[session] = _Session()
+            known.cycles += 1
+            known.accepted = keep * known.accepted + stood
+            known.expected = keep * known.expected + expected
+            if known.cycles >= self._TRIAL and not known.rest:
+                hoped = known.accepted + 1.5 * sqrt(known.accepted + 0.5)
+                if hoped < share * known.expected:
+                    known.rest = min(self._REST << min(known.caps, 8), self._LONGEST)
+                    known.caps += 1
+                elif known.accepted > share * known.expected:
+                    known.caps = 0
+
+    def forget(self, session: int) -> None:
+        """The session has ended."""
+        self._sessions.pop(session, None)

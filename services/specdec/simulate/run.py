@@ -1,0 +1,191 @@
+"""One run: a policy drives a scenario's cycles, and is scored against every fixed k.
+
+Scores are in expected tokens of the cycles run, given their k, not in those that happened to be accepted: what luck
+adds or takes would fall on a fixed k just as well. The policy itself sees only what happened.
+"""
+
+import random
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from specdec.router.acceptance import SessionCaps
+from specdec.router.measured import CycleReport, StepPolicy
+from specdec.simulate.scenario import TICK_S, Array, Profile, Scenario
+
+WARM_UP = 200  # cycles that do not count
+WINDOW_S = 10.0
+
+
+class Policy(Protocol):
+    """What a simulated policy does; `StepPolicy` is one."""
+
+    def steps(self, batch: int, context: int) -> int:
+        """k for the next cycle."""
+        ...
+
+    def observe(self, report: CycleReport) -> None:
+        """Learns from a cycle."""
+        ...
+
+
+class FixedK:
+    """Always the same k."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def steps(self, batch: int, context: int) -> int:
+        return self._steps
+
+    def observe(self, report: CycleReport) -> None: ...
+
+
+class AcceptLengthK:
+    """One more than what is usually accepted, as AcceptLengthSteps does for a session; it knows no cost."""
+
+    def __init__(self, max_steps: int, start: int = 4) -> None:
+        self._max, self._mean = max_steps, float(min(start, max_steps))
+
+    def steps(self, batch: int, context: int) -> int:
+        return min(self._max, max(1, int(self._mean + 1.5)))
+
+    def observe(self, report: CycleReport) -> None:
+        for accepted, proposed in zip(report.accepted, report.proposed, strict=True):
+            if proposed:
+                self._mean += 0.2 * (accepted + (accepted == proposed) - self._mean)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a policy made of a scenario, by ticks."""
+
+    tokens: Array  # expected, up to the end of each tick
+    steps: Array  # k at each tick
+    warm: int  # first tick that counts
+    realised: float  # tokens in all, as accepted
+    cycles: int
+    switches: int
+    probes: int
+
+
+def play(scenario: Scenario, policy: Policy) -> Run:
+    """Runs the scenario's cycles from start to end."""
+    profile, rng = scenario.profile, random.Random(scenario.seed)
+    caps = SessionCaps() if scenario.trace.hopeless and isinstance(policy, StepPolicy) else None
+    odds = {factor: _odds(profile, factor) for factor in set(scenario.acceptance)}
+    ends, sums, ks = [0.0], [0.0], [0]
+    ordered: deque[int] = deque([0] * profile.lag)
+    hiccups = deque(scenario.hiccups_s)
+    t, total, realised, noise = 0.0, 0.0, 0.0, profile.noise
+    uniform, gauss = rng.random, rng.gauss
+    limit = scenario.duration_s
+    while t < limit:
+        i = int(t / TICK_S)
+        batch, context = scenario.batch[i], scenario.context[i]
+        ordered.append(policy.steps(batch, int(context)))
+        k = ordered.popleft()
+        hopeless = scenario.hopeless(batch)
+        asked = range(batch) if caps is None else [s for s in range(batch) if caps.allows(s)]
+        survival, stood = odds[scenario.acceptance[i]]
+        accepted = (
+            [min(k, bisect_left(survival, -uniform())) if s >= hopeless else 0 for s in asked]
+            if k
+            else [0] * len(asked)
+        )
+        verify, slow = scenario.verify[i], scenario.draft[i]
+        wait_ms = profile.draft_wait_ms(len(asked), k, slow)
+        ms = profile.cycle_ms(batch, k * len(asked), 0, context, verify, slow) + wait_ms
+        cycle_s = ms * max(0.5, gauss(1.0, noise)) / 1000
+        while hiccups and hiccups[0] < t + cycle_s:
+            hiccups.popleft()
+            cycle_s += profile.hiccups.ms / 1000
+        t += cycle_s
+        total += batch + (sum(s >= hopeless for s in asked) if hopeless else len(asked)) * stood[k]
+        realised += batch + sum(accepted)
+        ends.append(t)
+        sums.append(total)
+        ks.append(k)
+        listed = tuple(accepted)
+        policy.observe(
+            CycleReport(batch, int(context), k, cycle_s, min(wait_ms / 1000, cycle_s), (k,) * len(listed), listed)
+        )
+        if caps is not None and k and isinstance(policy, StepPolicy):
+            caps.observe(asked, listed, *policy.due(k))
+    grid = np.arange(1, scenario.ticks + 1) * TICK_S
+    at = np.minimum(np.searchsorted(ends, grid - TICK_S, side="right"), len(ks) - 1)
+    return Run(
+        np.interp(grid, ends, sums),
+        np.array(ks, float)[at],
+        min(int(np.ceil(ends[min(WARM_UP, len(ends) - 1)] / TICK_S)), scenario.ticks // 2),
+        realised,
+        len(ks) - 1,
+        getattr(policy, "switches", 0),
+        getattr(policy, "probes", 0),
+    )
+
+
+def _odds(profile: Profile, factor: float) -> tuple[list[float], list[float]]:
+    stood = profile.stood(factor)
+    return [before - after for before, after in pairwise(stood)], stood
+
+
+@dataclass(frozen=True)
+class Score:
+    """A run's tokens over others', from the end of the warm-up."""
+
+    tok_s: float
+    of_plain: float  # k = 0's, in all
+    of_plain_window: float  # ... in the worst WINDOW_S
+    of_best: float  # the best fixed k's of each phase, in all
+    of_best_phase: float  # ... in the worst phase
+    phases: tuple[tuple[float, float], ...]  # (tokens, the best fixed k's) of each phase
+    switches: int
+    probes: int
+    realised_tok_s: float
+
+
+class Hindsight:
+    """What fixed step counts make of a scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        rates = [scenario.rates(k) for k in range(scenario.profile.max_steps + 1)]
+        self.tokens = np.cumsum(np.array(rates) * TICK_S, axis=1)  # [k, ticks]
+
+    def phases(self, warm: int) -> list[tuple[int, int]]:
+        """(first, last) tick of each phase, without the warm-up."""
+        n = self._scenario.phase_ticks
+        ticks = self._scenario.ticks
+        return [(max(warm, a), min(a + n, ticks) - 1) for a in range(0, ticks, n) if min(a + n, ticks) - 1 > warm + 10]
+
+    def rates(self, warm: int) -> list[float]:
+        """Tokens a second by k, without the warm-up."""
+        last = self.tokens.shape[1] - 1
+        return ((self.tokens[:, last] - self.tokens[:, warm]) / ((last - warm) * TICK_S)).tolist()  # type: ignore[no-any-return]
+
+    def score(self, run: Run) -> Score:
+        """The run's score."""
+        mine, plain, warm = run.tokens, self.tokens[0], run.warm
+        last = len(mine) - 1
+        window = min(round(WINDOW_S / TICK_S), last - warm)
+        gained = mine[warm + window :] - mine[warm : last + 1 - window]
+        needed = plain[warm + window :] - plain[warm : last + 1 - window]
+        phases = self.phases(warm)
+        got = np.array([mine[b] - mine[a] for a, b in phases])
+        best = np.array([(self.tokens[:, b] - self.tokens[:, a]).max() for a, b in phases])
+        return Score(
+            float((mine[last] - mine[warm]) / ((last - warm) * TICK_S)),
+            float((mine[last] - mine[warm]) / (plain[last] - plain[warm])),
+            float((gained / needed).min()),
+            float(got.sum() / best.sum()),
+            float((got / best).min()),
+            tuple(zip(got.tolist(), best.tolist(), strict=True)),
+            run.switches,
+            run.probes,
+            run.realised / (len(mine) * TICK_S),
+        )
