@@ -5,19 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from engine_prompts import Oracle, knowing_drafts
+from engine_prompts import PLAIN_ARGS, VLLM_ARGS, Oracle, knowing_drafts
 from fake_drafters import AUX_LAYERS
 from specdec.model import demo_model
 from specdec.stack import Plain, Stack
-
-# Small chunks and a small KV cache, so that prompts are cut and sessions preempted while the drafts are at work.
-BLOCKS = 34
-PLAIN_ARGS = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--served-model-name", "demo"]
-VLLM_ARGS = [
-    *PLAIN_ARGS,
-    *("--max-num-batched-tokens", "96", "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS)),
-    "--enable-prefix-caching",
-]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -14,6 +14,15 @@ import pytest
 
 from specdec.demo import prompts
 
+# Small chunks and a small KV cache, so that prompts are cut and sessions preempted while the drafts are at work.
+BLOCKS = 34
+PLAIN_ARGS = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--served-model-name", "demo"]
+VLLM_ARGS = [
+    *PLAIN_ARGS,
+    *("--max-num-batched-tokens", "96", "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS)),
+    "--enable-prefix-caching",
+]
+
 TESTS = Path(__file__).parent
 Body = dict[str, Any]
 Document = dict[str, Any]

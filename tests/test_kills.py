@@ -27,8 +27,7 @@ import psutil
 import pytest
 
 from channel_kit import until
-from conftest import VLLM_ARGS
-from engine_prompts import CASES, Completion, Oracle, complete
+from engine_prompts import CASES, VLLM_ARGS, Completion, Oracle, complete
 from specdec import guard
 from specdec.channel.segment import segment_path
 from specdec.stack import Service, Stack
