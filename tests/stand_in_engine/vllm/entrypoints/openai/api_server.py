@@ -115,7 +115,7 @@ class StandInCore:
                 del self._running[name]
                 self._end(running)
             self._say(name=name, ids=new, last=last)
-        link.finish()
+        link.finish(verify_us=int(FORWARD_S * 1e6))
         if not moved:
             link.wait_for_orders(FORWARD_S)
 
