@@ -299,6 +299,25 @@ def test_a_session_told_anew_keeps_what_was_made_of_it(verifier, draft):
     assert draft.count("unmatched_rows_total") == 1
 
 
+def test_a_session_told_anew_in_several_frames_keeps_what_was_made_of_it(verifier, draft):
+    long = list(range(100))
+    verifier.tell((1, 1, OPEN, 0, 0, long[:60]))
+    verifier.tell((1, 1, COMMIT, 0, 60, long[60:90]))
+    verifier.tell((1, 2, OPEN, 0, 0, long[:60]))
+    verifier.tell((1, 1, COMMIT, 1, 90, [90]))  # of the epoch that is over
+    verifier.tell((1, 2, COMMIT, 1, 60, long[60:]))
+    assert verifier.proposal() == (5, [(1, 2, [100])])
+    verifier.tell((1, 2, COMMIT, 1, 100, [7]))
+    assert verifier.proposal() == (6, [(1, 2, [8])])
+    assert draft.drafter.forgotten == []
+    assert draft.count("unmatched_rows_total") == 1
+    verifier.tell((1, 3, OPEN, 0, 0, long[:60]))
+    verifier.tell((1, 3, COMMIT, 1, 60, [1]))  # another text after all
+    assert verifier.proposal() == (8, [(1, 3, [2])])
+    assert [(s.epoch, len(s.tokens)) for s in draft.drafter.forgotten] == [(3, 101)]
+    assert draft.drafter.seen[-1] == [(1, 3, [*long[:60], 1], 1)]
+
+
 def test_a_drafter_that_fails_to_forget_costs_nothing_else(verifier, draft):
     verifier.tell((1, 1, OPEN, 0, 0, [1]), (2, 1, OPEN, 0, 0, [5]))
     draft.drafter.forget_fault = KeyError("as a drafter may")
@@ -627,25 +646,85 @@ def test_states_reach_their_session_before_it_is_told_and_while_nobody_asks(with
         hand(verifier, writer, 7, 2, 12)
         hand(verifier, writer, 6, 0, 5)  # has ended, or never was
         assert until(lambda: draft.drafter.read[2:] == [(7, 2, 12)])
-        assert not draft.engine._early
+        assert not draft.engine._states._early
 
 
-def test_a_draft_that_does_not_read_its_states_takes_no_more_than_the_ring_holds(with_states):
+def test_states_nobody_takes_fill_no_more_memory_than_the_ring_and_starve_no_other_session(with_states):
     verifier, worker = with_states
     with RunningDraft(verifier.owner.path, FakeHead()) as draft:
         draft.drafter.ahead = draft.engine._ahead = lambda sessions: False
-        writer = StatesWriter(worker, (1, 2, 5), 1000, "float32")
-        verifier.tell((1, 1, OPEN, 0, 0, [1]))
-        sent = 0
-        for position in range(5000):
-            writer.write([Fed(1, 1, position, 1)], np.ones(1, np.int32), np.ones((1, 1000), np.float32))
-            sent += 4000
-            time.sleep(0.0001)
-            if worker.word("worker.states_lost").value:
-                break
-        (session,) = draft.engine._sessions.values()
-        assert worker.word("worker.states_lost").value
-        assert sum(states.rows.nbytes for states in session.states) < 2.5 * 2**20
+        writer = StatesWriter(worker, (1, 2, 5), 500, "float32")
+        verifier.tell((1, 1, OPEN, 0, 0, [1]), (2, 1, OPEN, 0, 0, [1]))
+        assert until(lambda: len(draft.engine._sessions) == 2)
+
+        def write(session, position):
+            while writer.skip(0):
+                time.sleep(0.001)
+            writer.write([Fed(session, 1, position, 1)], np.ones(1, np.int32), np.ones((1, 500), np.float32))
+
+        for position in range(700):
+            write(1, position)
+        write(2, 0)
+        one, two = draft.engine._sessions
+        assert until(lambda: [states.position for states in two.states] == [0])
+        assert one.states[-1].position == 699, "the oldest go first"
+        assert 0.9 * 2**20 < sum(states.rows.nbytes for states in one.states) <= 2**20
+        verifier.tell((1, 1, COMMIT, 0, 1, [2]))
+        assert until(lambda: draft.count("given_up_states_total") == 700 - len(one.states))
+
+
+def test_states_past_the_drafters_limit_are_not_kept(with_states):
+    class FakeLimitedHead(FakeHead):
+        context_limit = 3
+
+    verifier, worker = with_states
+    with RunningDraft(verifier.owner.path, FakeLimitedHead()) as draft:
+        writer = StatesWriter(worker, (1, 2, 5), 2, "float32")
+        verifier.tell((1, 1, OPEN, 0, 0, [1, 2, 3]), (2, 1, OPEN, 0, 0, [1, 2]))
+        hand(verifier, writer, 1, 0, 1, 2, 3)
+        hand(verifier, writer, 2, 0, 1, 2)
+        assert until(lambda: draft.drafter.read == [(2, 0, 1), (2, 1, 2)])
+
+
+def test_the_verifier_knows_whether_the_draft_reads_states(with_states):
+    verifier, _ = with_states
+    wanted = verifier.owner.word("draft.reads_states")
+    with RunningDraft(verifier.owner.path, FakeHead()):
+        assert wanted.value == 1
+    assert wanted.value == 0
+    with RunningDraft(verifier.owner.path):
+        assert wanted.value == 0
+
+
+def test_after_a_frame_was_lost_all_is_forgotten_and_told_anew(verifier, draft):
+    """Else a session whose end was in that frame would stay for ever."""
+    verifier.tell((1, 1, OPEN, 0, 0, [1]), (2, 1, OPEN, 0, 0, [2]))
+    assert until(lambda: len(draft.engine._sessions) == 2)
+    generation = verifier.owner.word("draft.generation").value
+    draft.engine._outcomes.garbage += 1  # as its reader counts a frame that was never whole
+    assert until(lambda: verifier.owner.word("draft.generation").value > generation)
+    assert [session.id for session in draft.drafter.forgotten] == [1, 2]
+    assert len(draft.engine._sessions) == 0
+
+
+class AcceleratorError(RuntimeError):
+    """Named as torch's, which says that nothing works on the device any more."""
+
+
+def test_a_lost_device_ends_the_draft_so_that_it_is_started_again(verifier):
+    class FakeLostDevice(FakeDrafter):
+        def propose(self, sessions, steps):
+            raise AcceleratorError("device-side assert triggered")
+
+    with Segment.attach(verifier.owner.path, Role.DRAFT) as segment:
+        generation = segment.word("draft.generation")
+        engine = DraftEngine(segment, FakeLostDevice(), DraftMetrics())
+        telling = threading.Timer(0.3, verifier.tell, ((1, 1, OPEN, 2, 0, [1]),))
+        telling.start()
+        with pytest.raises(AcceleratorError):
+            engine.run()
+        assert generation.value
+        telling.join()
 
 
 def test_a_head_needs_a_verifier_that_hands_over_its_layers(verifier, with_states):

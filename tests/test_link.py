@@ -960,7 +960,8 @@ class InlineDraft:
 
     @property
     def view(self):
-        return {session.id: session.tokens for session in self.engine._sessions.values()}
+        """What it has been told; of an epoch before it may know more."""
+        return {n: told.session.tokens[: told.tokens] for n, told in self.engine._sessions._told.items()}
 
     def close(self, pair):
         del pair.link._proposals.wait

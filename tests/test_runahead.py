@@ -468,7 +468,7 @@ def test_a_guess_that_holds_is_answered_with_no_pass_after_the_outcome(small):
         verifier.tell((1, 1, OPEN, 3, 0, tokens))
         drafts = verifier.proposal()[1][0][2]
         for accepted, rank in ((3, 0), (1, 1), (3, 0), (0, 3)):
-            lines = drafter._lines[draft.engine._sessions[1]].lines
+            lines = drafter._lines[draft.engine._sessions.get(1)].lines
             assert until(lambda lines=lines: len(lines[0].ids) == 7 and len(lines[1].ids) == 5)
             came = drafts[:accepted]
             came.append(choice(model, tokens + came, rank))

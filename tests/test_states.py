@@ -68,9 +68,23 @@ def test_what_finds_the_ring_full_is_counted_and_what_comes_later_arrives(ends):
 @pytest.mark.parametrize("ends", [1], indirect=True)
 def test_a_token_too_wide_for_the_ring_is_refused_with_the_size_it_needs(ends):
     worker, _ = ends
-    with pytest.raises(SetupError, match="raise --states-mb to 2 or more"):
-        StatesWriter(worker, LAYERS, 5000, "float32")
-    StatesWriter(worker, LAYERS, 4000, "float32")
+    with pytest.raises(SetupError, match=r"4 drafts and the token before them .* raise --states-mb to 2 or more"):
+        StatesWriter(worker, LAYERS, 900, "float32")
+    StatesWriter(worker, LAYERS, 800, "float32")
+
+
+def test_a_row_with_drafts_is_never_cut(ends):
+    """Whether the states after a rejected draft stand is seen only beside the drafts before them."""
+    worker, draft = ends
+    reader, writer = StatesReader(draft, LAYERS), StatesWriter(worker, LAYERS, 1000, "float32")
+    rng = random.Random(3)
+    for _ in range(50):
+        fed = [Fed(n, 1, 10 * n, rng.randint(1, 5)) for n in range(6)]
+        total = sum(row.tokens for row in fed)
+        writer.write(fed, np.arange(total, dtype=np.int32), np.ones((total, 1000), np.float32))
+        assert [(n, len(part.tokens)) for n, part in reader.read_all()] == [(row.session, row.tokens) for row in fed]
+    writer.write([Fed(1, 1, 0, 500)], np.arange(500, dtype=np.int32), np.ones((500, 1000), np.float32))
+    assert len(list(reader.read_all())) > 1, "a prompt is"
 
 
 def test_states_of_other_layers_are_refused(ends):

@@ -23,7 +23,7 @@ from typing import IO
 # What was mapped is remembered: whoever mapped it may have died by itself by the time of clearing up. Nearly all of it
 # is made while a command starts; looking for new names costs microseconds.
 _LOOK_S, _STARTING_S = 0.02, 60.0
-_LOOK_LATER_S = 0.5
+_LOOK_LATER_S, _LOOK_FRESH_S = 0.5, 0.25  # after that
 _NAMES = ("psm_", "sem.mp-")
 _FRESH_S = 2.0  # a new name is looked for in the group's maps for so long: it is mapped soon, or another's
 
@@ -122,14 +122,15 @@ def _main(read_end: int, command: list[str]) -> int:
 
     def look() -> None:
         nonlocal seen
-        known: dict[str, float] = {}
+        known: dict[str, float] = {}  # when a name was first seen
         started = time.monotonic()
         while True:
             now = time.monotonic()
-            fresh = [path for path in _python_shared_memory() if now - known.setdefault(path, now) < _FRESH_S]
+            known = {path: known.get(path, now) for path in _python_shared_memory()}
+            fresh = [path for path, since in known.items() if now - since < _FRESH_S]
             if any(path not in seen for path in fresh):
                 seen = seen | _shared_memory(os.getpgrp())
-            time.sleep(_LOOK_S if fresh or now - started < _STARTING_S else _LOOK_LATER_S)
+            time.sleep(_LOOK_S if now - started < _STARTING_S else _LOOK_FRESH_S if fresh else _LOOK_LATER_S)
 
     def watch() -> None:
         os.read(read_end, 1)

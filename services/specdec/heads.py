@@ -28,7 +28,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} is no model folder: it has no config.json")
-    config: dict[str, Any] = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds no settings")
     return config
 
 
@@ -50,7 +55,7 @@ def aux_layers_of(config: dict[str, Any], target_layers: int) -> tuple[int, ...]
         raise CheckpointError("the head reads the target's last, normed state (use_aux_hidden_state is false)")
     given = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
     layers = sorted(given or (2, target_layers // 2, target_layers - 3))
-    if given and layers[0] == 1 and layers[-1] < target_layers:
+    if given and layers[0] == 1 and layers[-1] < target_layers and "speculators_model_type" not in config:
         layers = [layer + 1 for layer in layers]
     if wrong := [layer for layer in layers if not 0 <= layer <= target_layers]:
         raise CheckpointError(f"the head reads the state after layer {wrong[0]} of a target of {target_layers} layers")

@@ -23,9 +23,12 @@ class Scratch:
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix))
             fd = _lock(self.path)
-            if fd is not None and self.path.exists():  # else another maker took it for an old one
+            if fd is None:
+                continue
+            if self.path.exists():  # else another maker took it for an old one
                 self._fd = fd
                 return
+            os.close(fd)
 
     def remove(self) -> None:
         """Removes it with all that is in it."""

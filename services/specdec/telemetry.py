@@ -59,7 +59,7 @@ class PairMetrics:
         self.routers = Gauge("specdec_routers", "Routers whose orders the pair follows now", registry=r)
         self.dropped = Counter(
             "specdec_dropped",
-            "What did not match or came too late, and cost speed only, by cause",
+            "What did not match or came too late, and cost speed only, by cause; frames or rows, of lost_states tokens",
             ["cause"],
             registry=r,
         )
@@ -86,6 +86,9 @@ class DraftMetrics:
         self.sessions = Gauge("specdec_draft_sessions", "Sessions whose tokens the draft holds", registry=r)
         self.unmatched = Counter("specdec_draft_unmatched_rows", "Outcome rows that fitted no session", registry=r)
         self.garbage = Counter("specdec_draft_garbage_frames", "Outcome frames that were never whole", registry=r)
+        self.given_up_states = Counter(
+            "specdec_draft_given_up_states", "Tokens whose hidden states came and were not read in time", registry=r
+        )
         self.faults = Counter("specdec_draft_faults", "Drafter calls that raised", registry=r)
 
     def show(self, drafter: "Drafter", *, run_ahead: bool = False) -> None:
@@ -102,13 +105,15 @@ class _Own(Collector):
         self._drafter = drafter
 
     def collect(self) -> Iterable[Metric]:
-        if (evicted := getattr(self._drafter, "evicted", None)) is not None:
+        counts: Any = getattr(self._drafter, "counts", None)
+        evicted: Any = getattr(self._drafter, "evicted", None)
+        if isinstance(evicted, int):  # a user's own drafter may have its own of the name
             yield CounterMetricFamily(
                 "specdec_draft_evicted_sessions",
                 "Sessions that lost what the draft held of them: its memory is full",
                 evicted,
             )
-        if (counts := getattr(self._drafter, "counts", None)) is not None:
+        if hasattr(counts, "late_starts"):
             gaps = CounterMetricFamily(
                 "specdec_draft_missing_states",
                 "Hidden states of the target that a head did without: late_start, a context begins after the first "

@@ -2,7 +2,7 @@
 
     0 ┌────────────────────────────────────────────────────────────────────────────┐
       │ IDENTITY  magic, version, layout hash, sizes, owner        written at birth │
- 256  │ WORDS     one 64-byte line each: engine, draft, control, the engine's counts │
+ 256  │ WORDS     a 64-byte line each: engine, draft, control, counts, worker        │
  4096 ├────────────────────────────────────────────────────────────────────────────┤
       │ ORDERS    one 64-byte row a session slot          control ───────► engine   │
       ├────────────────────────────────────────────────────────────────────────────┤
@@ -59,7 +59,7 @@ IDENTITY = np.dtype(
 # Words of 8 bytes, one line a writer. A bell is a counter its writer raises after every frame; futex waits on its low
 # half. Times are CLOCK_MONOTONIC nanoseconds, one clock for all processes of a machine.
 ENGINE_WORDS = ("pid", "start", "beat_ns", "outcome_bell", "verdict_bell", "proposals_read")
-DRAFT_WORDS = ("pid", "start", "beat_ns", "proposal_bell", "outcomes_read", "generation", "states_read")
+DRAFT_WORDS = ("pid", "start", "beat_ns", "proposal_bell", "outcomes_read", "generation", "states_read", "reads_states")
 WORKER_WORDS = ("pid", "start", "state_bell", "states_lost")  # tokens whose states found the ring full
 CONTROL_WORDS = ("pid", "start", "router_until_ns", "order_bell", "verdicts_read", "draft_limit_us")
 COUNT_WORDS = ("late", "stale", "garbage", "lost_verdicts", "lapsed_leases", "resyncs", "no_slot")  # the engine's

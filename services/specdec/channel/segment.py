@@ -1,4 +1,4 @@
-"""The segment's life: made by the verifier, joined by its engine and its draft, swept when its owner is gone.
+"""The segment's life: made by the verifier, joined by its engine, a worker and its draft, swept when its owner is gone.
 
 A process is alive as long as it holds its lock on the file (an open-file-description lock on one byte a role), which
 the kernel drops however the process ends. Pids and start times in the header are for messages and health only.

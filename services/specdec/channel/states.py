@@ -47,7 +47,7 @@ class Fed:
 class StatesWriter:
     """The worker's end. `width` numbers a token, of `dtype`: the states after each of `layers` layers, joined.
 
-    Raises SetupError if the ring has no room for a token.
+    Raises SetupError if a frame has no room for a token and its drafts.
     """
 
     def __init__(self, segment: Segment, layers: Sequence[int], width: int, dtype: str) -> None:
@@ -55,11 +55,22 @@ class StatesWriter:
         self._head = np.zeros(1, STATES_HEAD)
         self._head["width"], self._head["dtype"], self._head["layers"] = width, dtype, _name(layers)
         self._token_bytes = 4 + width * DTYPES[dtype].itemsize
-        self._room = segment.layout.states.slot_bytes - SLOT_HEAD.itemsize - STATES_HEAD.itemsize
-        if self._room < STATES_ROW.itemsize + self._token_bytes:
-            slots = segment.layout.states.slots
-            needed = slots * (self._token_bytes + STATES_ROW.itemsize + SLOT_HEAD.itemsize + STATES_HEAD.itemsize)
-            raise SetupError(f"a token's hidden states do not fit: raise --states-mb to {needed // 2**20 + 1} or more")
+        around = SLOT_HEAD.itemsize + STATES_HEAD.itemsize
+        self._room = segment.layout.states.slot_bytes - around
+        # a row with drafts must not be cut: whether its states stand hangs on the drafts before them
+        whole = STATES_ROW.itemsize + (segment.layout.max_steps + 1) * self._token_bytes
+        if self._room < whole:
+            needed = segment.layout.states.slots * (around + whole)
+            raise SetupError(
+                f"hidden states of {segment.layout.max_steps} drafts and the token before them do not fit a frame: "
+                f"raise --states-mb to {needed // 2**20 + 1} or more, or lower --max-steps"
+            )
+
+    def skip(self, tokens: int) -> bool:
+        """Whether nothing can be written now. Counts the `tokens` of a pass as lost then."""
+        if full := self._ring.full:
+            self._lost.value = self._lost.value + tokens
+        return full
 
     def write(self, fed: Iterable[Fed], ids: NDArray[np.int32], states: NDArray[Any]) -> None:
         """One pass: `ids` [T] and `states` [T, width] of all of `fed`, one after the other."""
@@ -78,7 +89,7 @@ class StatesWriter:
         for row in fed:
             while row.tokens:
                 count = min(row.tokens, (room - STATES_ROW.itemsize) // self._token_bytes)
-                if count < 1:
+                if count < 1 or (count < row.tokens and frame):  # cut only what is longer than a frame: prompts
                     yield frame
                     frame, room = [], self._room
                     continue
@@ -116,7 +127,9 @@ class StatesReader:
             used = 0
             for session, _, position, count in rows:
                 span = slice(used, used + count)
-                yield session, States(position, tuple(ids[span]), states[span], dtype)
+                # a view of a frame that others share would keep all of it
+                part = states[span] if len(rows) == 1 else states[span].copy()
+                yield session, States(position, tuple(ids[span]), part, dtype)
                 used += count
 
 

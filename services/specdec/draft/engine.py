@@ -9,7 +9,6 @@ drafter.ahead(all sessions)                   # until the next outcome, where th
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice, takewhile
 from operator import index
@@ -27,8 +26,8 @@ from specdec.channel.layout import (
     PROPOSAL_ROW,
 )
 from specdec.channel.segment import Role, Segment, now_ns
-from specdec.channel.states import States, StatesReader
 from specdec.draft.drafters import Drafter, DraftSession
+from specdec.draft.sessions import Sessions, StatesInbox
 from specdec.errors import SetupError
 from specdec.telemetry import DraftMetrics
 from specdec.vocabulary import UNREADABLE, Vocabulary
@@ -36,8 +35,8 @@ from specdec.vocabulary import UNREADABLE, Vocabulary
 log = logging.getLogger(__name__)
 _IDLE_S = 0.25
 _COMPLAIN_EVERY_S = 10
+_DEVICE_LOST = "AcceleratorError"  # torch's; not its OutOfMemoryError, after which one goes on
 _STATES_IDLE_S = 0.02  # how long hidden states may wait in their ring, which nobody rings for
-_EARLY_STATES = 256  # passes of sessions not told yet
 
 
 class DraftEngine:
@@ -59,15 +58,13 @@ class DraftEngine:
         self._vocabulary: Mapping[str, int] | None = None if trust_vocabulary else getattr(drafter, "vocabulary", None)
         self._ahead: Callable[[Collection[DraftSession]], bool] | None = getattr(drafter, "ahead", None)
         self._aux_layers: tuple[int, ...] | None = getattr(drafter, "aux_layers", None)
-        self._states: StatesReader | None = None
-        self._early: deque[tuple[int, States]] = deque(maxlen=_EARLY_STATES)
-        self._newest = 0  # session told of
+        self._states: StatesInbox | None = None
         self._max_steps = segment.layout.max_steps
         self._beat = segment.word("draft.beat_ns")
         self._outcomes, self._proposals = segment.reader("outcomes"), segment.writer("proposals")
-        self._sessions: dict[int, DraftSession] = {}
+        self._sessions, self._reads_states = Sessions(), segment.word("draft.reads_states")
         self._generation = segment.word("draft.generation")
-        self._garbage_seen = 0
+        self._garbage_seen = self._given_up = 0
         self._quiet_until = 0.0
         self._stopped = threading.Event()
 
@@ -86,38 +83,40 @@ class DraftEngine:
         if self._aux_layers is not None:
             if not self._segment.layout.states_mb:
                 raise SetupError("the verifier hands over no hidden states: start it with --head and the head's folder")
-            self._states = StatesReader(self._segment, self._aux_layers)
+            self._states = StatesInbox(self._segment, self._aux_layers, self._context_limit)
+        self._reads_states.value = int(self._states is not None)
         self._outcomes.skip_to_end()
         self._beat.value = now_ns()
         self._ask_for_all()
-        more, answered, looked_s = False, False, 0.0  # more: work ahead of the next outcome
+        more, spin_until, looked_s = False, 0.0, 0.0  # more: work ahead of the next outcome
         try:
             while not self._stopped.is_set():
-                body = self._outcomes.wait(
-                    0 if more else self._idle_s, self._spin_s if self._sessions and answered else 0
-                )
+                spin_s = spin_until - time.monotonic() if self._sessions else 0.0
+                body = self._outcomes.wait(0 if more else self._idle_s, spin_s)
                 self._beat.value = now_ns()
                 if self._outcomes.garbage != self._garbage_seen:
                     self._metrics.garbage.inc(self._outcomes.garbage - self._garbage_seen)
                     self._garbage_seen = self._outcomes.garbage
-                    self._ask_for_all()  # a frame was lost, and with it some session's tokens
+                    self._forget_all()  # a frame was lost, and with it some session's tokens, or its end
+                    self._ask_for_all()
                 if body is not None:
                     self.answer(body)
-                    more, answered = self._ahead is not None, True
+                    more, spin_until = self._ahead is not None, time.monotonic() + self._spin_s
                     continue
-                answered = more
-                more = (self._take_states() or more) and self._work_ahead()
+                if self._states:
+                    more |= self._states.take(self._sessions)
+                more = more and self._work_ahead()
                 if time.monotonic() - looked_s >= _IDLE_S:
                     looked_s = time.monotonic()
                     if self._left_alone:
                         return
         finally:
-            for session in list(self._sessions.values()):  # the drafter outlives this verifier
-                self._forget(session)
+            self._forget_all()  # the drafter outlives this verifier
+            self._reads_states.value = 0
 
     @property
     def _idle_s(self) -> float:
-        return _STATES_IDLE_S if self._states and self._sessions else _IDLE_S
+        return _STATES_IDLE_S if self._states else _IDLE_S
 
     @property
     def _left_alone(self) -> bool:
@@ -145,7 +144,10 @@ class DraftEngine:
         start = time.perf_counter()
         head = np.frombuffer(body, OUTCOME_HEAD, 1)[0]
         wanting, outgrown = self._apply(body, int(head["rows"]), int(head["tokens"]))
-        self._take_states()
+        if self._states:
+            self._states.take(self._sessions)
+            self._metrics.given_up_states.inc(self._states.given_up - self._given_up)
+            self._given_up = self._states.given_up
         self._metrics.sessions.set(len(self._sessions))
         if not wanting and not outgrown:
             return
@@ -166,10 +168,11 @@ class DraftEngine:
             new = ids[used : used + count]
             used += count
             if kind == CLOSE:
-                if ended := self._sessions.get(number):
-                    self._forget(ended)
+                self._forget(self._sessions.closed(number))
             elif kind in (OPEN, COMMIT):
-                session = (self._opened if kind == OPEN else self._advanced)(number, epoch, position, new)
+                happened = self._sessions.opened if kind == OPEN else self._sessions.advanced
+                session, void = happened(number, epoch, position, new, whole=wanted > 0)
+                self._forget(void)
                 if session is None:
                     self._metrics.unmatched.inc()
                     continue
@@ -180,52 +183,15 @@ class DraftEngine:
                     outgrown.append(session)
         return wanting, outgrown
 
-    def _opened(self, number: int, epoch: int, position: int, new: list[int]) -> DraftSession | None:
-        """A session told from its beginning: a new one, or one we know, told anew. None: it begins in the middle."""
-        if position:
-            return None
-        self._newest = max(self._newest, number)
-        session = self._sessions.get(number)
-        if session and new[: len(session.tokens)] == session.tokens:  # all we made of it stands
-            session.epoch, session.tokens[:] = epoch, new
-            return session
-        if session:
-            self._forget(session)
-        session = self._sessions[number] = DraftSession(number, epoch, new)
-        return session
+    def _forget_all(self) -> None:
+        for session in list(self._sessions):
+            self._forget(self._sessions.closed(session.id))
 
-    def _advanced(self, number: int, epoch: int, position: int, new: list[int]) -> DraftSession | None:
-        """The session with what was committed to it. None: the row fits no session as it is known."""
-        session = self._sessions.get(number)
-        if session is None or session.epoch != epoch or len(session.tokens) != position:
-            return None
-        session.tokens.extend(new)
-        return session
-
-    def _take_states(self) -> bool:
-        """Gives each session what the target has computed of it. Returns whether anything came.
-
-        The ring is left alone while sessions have plenty the drafter has not read: it then fills, and its writer counts
-        what is lost.
-        """
-        if self._states is None:
-            return False
-        waiting = sum(states.rows.nbytes for session in self._sessions.values() for states in session.states)
-        came = list(self._early)
-        if waiting < self._segment.layout.states_mb * 2**20:
-            came += self._states.read_all()
-        self._early.clear()
-        for number, states in came:
-            if session := self._sessions.get(number):
-                session.states.append(states)
-            elif number > self._newest:
-                self._early.append((number, states))
-        return bool(came)
-
-    def _forget(self, session: DraftSession) -> None:
-        del self._sessions[session.id]
+    def _forget(self, session: DraftSession | None) -> None:
+        """A session is not open any more; None: nothing to forget."""
         try:
-            self._drafter.forget(session)
+            if session is not None:
+                self._drafter.forget(session)
         except Exception:
             self._metrics.faults.inc()
             log.exception("the drafter failed to forget a session; what it kept of it may stay")
@@ -234,20 +200,22 @@ class DraftEngine:
         try:
             drafts = self._drafter.propose(sessions, steps)
             return [self._cut(ids, k) for ids, k in zip(drafts, steps, strict=True)]
-        except Exception:  # a drafter is anybody's code, and may cost speed only
-            self._complain()
+        except Exception as error:  # a drafter is anybody's code, and may cost speed only
+            self._complain(error)
             return [[] for _ in sessions]
 
     def _work_ahead(self) -> bool:
         """Lets the drafter use the time until the next outcome. Returns whether it has more to do."""
         try:
-            return self._ahead is not None and self._ahead(self._sessions.values())
-        except Exception:
-            self._complain()
+            return self._ahead is not None and self._ahead(list(self._sessions))
+        except Exception as error:
+            self._complain(error)
             return False
 
-    def _complain(self) -> None:
+    def _complain(self, error: Exception) -> None:
         self._metrics.faults.inc()
+        if any(kind.__name__ == _DEVICE_LOST for kind in type(error).__mro__):
+            raise error  # nothing works on that device any more: another process must begin anew
         if time.monotonic() > self._quiet_until:
             self._quiet_until = time.monotonic() + _COMPLAIN_EVERY_S
             log.exception("the drafter failed; cycles go on without drafts (said every %d s)", _COMPLAIN_EVERY_S)

@@ -31,13 +31,16 @@ class HandOver:
 
     def __init__(self, layers: Sequence[int], hidden_size: int, dtype: torch.dtype) -> None:
         self._segment = Segment.attach(Path(os.environ[SEGMENT_VARIABLE]), Role.WORKER)
+        self._reads_states = self._segment.word("draft.reads_states")
         self._writer = StatesWriter(self._segment, layers, hidden_size * len(layers), _name(dtype))
 
     def write(
         self, scheduler_output: Any, batch: Any, ids: torch.Tensor, aux: Sequence[torch.Tensor]
     ) -> None:  # ids [T], aux [layers][T, hidden]
         """`batch`: the runner's input batch, whose requests' tokens lie in `ids` one after the other."""
-        if not self._segment.alive(Role.DRAFT):
+        if not self._reads_states.value or not self._segment.alive(Role.DRAFT):
+            return
+        if self._writer.skip(scheduler_output.total_num_scheduled_tokens):
             return
         sessions = getattr(scheduler_output, SESSIONS_ATTRIBUTE)
         fed: list[Fed] = []

@@ -117,9 +117,8 @@ class Supervisor:
             pb_grpc.add_SpeculationServicer_to_server(self._control, server)
             server.add_insecure_port(f"{self._address}:{s.control_port}")
             sockets = Scratch("specdec-vllm-")  # vLLM leaves its sockets where it makes them
-            variables = {SEGMENT_VARIABLE: str(segment.path), "VLLM_RPC_BASE_PATH": str(sockets.path)}
-            if s.head:
-                variables[HEAD_VARIABLE] = str(s.head)
+            variables = {SEGMENT_VARIABLE: str(segment.path), HEAD_VARIABLE: str(s.head or "")}
+            variables["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", str(sockets.path))
             engine = Guarded(self._command, env=engine_environment(**variables))
             self._control.start()
             try:
