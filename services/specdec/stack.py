@@ -296,6 +296,10 @@ def up(argv: list[str]) -> int:
     settings = UpSettings.load(ours)
     if settings.drafter in ("causal", "eagle3") and settings.draft_model is None:
         raise SettingsError(f"--drafter {settings.drafter} needs --draft-model: the folder of its weights")
+    if settings.drafter == "eagle3" and settings.model and not Path(settings.model).is_dir():
+        raise SettingsError(
+            f"--drafter eagle3 needs --model as a folder, of which it reads embeddings: {settings.model}"
+        )
     listen(settings.host, settings.port, "--port").close()  # before anything is started that would then wait for it
     model = settings.model or str(demo_model())
     if not vllm_args and not settings.model:

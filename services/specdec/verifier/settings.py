@@ -36,7 +36,11 @@ class VerifierSettings(Settings):
         "hidden states the target hands over",
     )
     states_mb: int = Field(
-        64, ge=1, le=65536, description="with --head, memory in /dev/shm for hidden states on their way, in MiB"
+        64,
+        ge=1,
+        le=65536,
+        description="with --head, memory in /dev/shm for hidden states on their way, in MiB; room for a pass's tokens, "
+        "each the hidden size times the head's layers (3) times the type's bytes",
     )
     stall_s: float = Field(
         120, gt=0, description="not ready if the engine begins no cycle for so long while sessions are open"
