@@ -33,6 +33,22 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, 
     return _norm(x, weight, eps)
 
 
+def join(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    features: torch.Tensor,
+    of_token: torch.Tensor,
+    of_feature: torch.Tensor,
+    eps: float,
+    keep: bool,
+) -> torch.Tensor:  # [T], [vocab, n], [T, n] -> [T, 2n]
+    """The norms of each token's row of `table` and of its feature. With `keep` the latter replaces the feature too."""
+    normed = _norm(features, of_feature, eps)
+    if keep:
+        features.copy_(normed)
+    return torch.cat((_norm(F.embedding(tokens, table), of_token, eps), normed), -1)
+
+
 def gate(gate_up: torch.Tensor) -> torch.Tensor:  # [T, 2n] -> [T, n]
     """silu(gate) * up of the two halves."""
     gates, up = gate_up.chunk(2, -1)
