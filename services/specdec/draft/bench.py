@@ -166,6 +166,8 @@ def bench_draft(argv: list[str]) -> int:
         raise SettingsError(f"--shape {settings.shape} is not for --drafter {settings.drafter}")
     if settings.drafter in ("causal", "eagle3") and settings.shape is None and settings.model is None:
         raise SettingsError(f"--shape: --drafter {settings.drafter} needs --shape or --model")
+    if settings.drafter == "eagle3" and settings.shape is None and settings.target is None:
+        raise SettingsError("--target: --drafter eagle3 needs the folder of the model that the head is for")
     rows = [
         Variant(batch, context, k)
         for context in settings.contexts
