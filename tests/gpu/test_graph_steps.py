@@ -13,6 +13,7 @@ from specdec.draft.drafters.causal import CausalDrafter
 from specdec.draft.model.decoder import CausalModel
 from specdec.draft.model.steps import EagerSteps, GraphSteps
 from specdec.draft.runahead import RANKS
+from specdec.errors import CheckpointError
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -157,12 +158,19 @@ def test_where_it_runs_ahead_the_next_likeliest_are_known_and_the_best_is_the_sa
 def test_wrong_next_likeliest_are_noticed(reference, dtype, drafter, monkeypatch):
     best = CausalModel.best
 
-    def shuffled(self, hidden, ranks=1):
+    def reversed_but_the_best(self, hidden, ranks=1):
         highest, ids = best(self, hidden, ranks)
-        return highest, ids.where(highest == highest.amax(1, keepdim=True), ids.roll(1, 1))
+        return highest, ids.flip(1).roll(1, 1)  # the first stays: all of this vocabulary is one block
 
-    monkeypatch.setattr(CausalModel, "best", shuffled)
+    monkeypatch.setattr(CausalModel, "best", reversed_but_the_best)
     assert next_likeliest(reference, dtype, drafter) > SLACK[dtype]
+
+
+def test_heads_that_the_kernels_do_not_compute_are_refused(tmp_path):
+    config = LlamaConfig(**(SIZES | {"head_dim": 24}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="heads of 24 values"):
+        CausalDrafter(tmp_path, device="cuda:0", memory_bytes=1 << 24)
 
 
 def test_rows_without_a_session_write_nowhere_else(drafter):

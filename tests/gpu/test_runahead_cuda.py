@@ -26,7 +26,7 @@ class OnTheGpu(Interplay):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_are_greedy_whatever_was_drafted_ahead(tmp_path, seed):
-    model = save(tmp_path, CONFIGS["llama"])
+    model = save(tmp_path, CONFIGS["llama with biases"])
     play = OnTheGpu(model, tmp_path, seed, device="cuda", max_batch=4)
     assert isinstance(play.drafter._steps, GraphSteps)
     play.run(60)

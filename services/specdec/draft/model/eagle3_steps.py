@@ -43,8 +43,8 @@ class Eagle3GraphSteps(StepGraphs):
         self, head: Eagle3Head, pool: KvPool, device: torch.device, *, max_batch: int, max_steps: int, spare: Run
     ) -> None:
         """`spare`: cells that rows without a session may write to. Captures at once, which takes seconds."""
-        super().__init__(device, max_batch=max_batch, max_steps=max_steps)
-        self._head, self._pool = head, pool
+        super().__init__(pool, device, max_batch=max_batch, max_steps=max_steps)
+        self._head = head
         self.widths = [width for width in (2, 4) if width <= max_steps] + [max_steps + 1]  # states a row
         places = max_batch * self.widths[-1]
         dtype = pool.store.dtype

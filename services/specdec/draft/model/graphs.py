@@ -9,13 +9,19 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specdec.draft.model.decoder import ops_for
+from specdec.draft.model.kv import KvPool
+from specdec.errors import CheckpointError
 
 
 class StepGraphs:
     """What the graphs of any model share. A subclass captures an opening and a later step for every size of batch."""
 
-    def __init__(self, device: torch.device, *, max_batch: int, max_steps: int, ranks: int = 1) -> None:
-        self._max_batch = max_batch
+    def __init__(self, pool: KvPool, device: torch.device, *, max_batch: int, max_steps: int, ranks: int = 1) -> None:
+        """Raises CheckpointError for heads that the kernels do not compute."""
+        size = pool.store.shape[-1]
+        if size < 16 or size & (size - 1):
+            raise CheckpointError(f"attention heads of {size} values: on a GPU it must be a power of two, 16 or more")
+        self._pool, self._max_batch = pool, max_batch
         self.buckets = [b for b in (1, 2, 4, 8, 16, 32, 64, 128, 256) if b < max_batch] + [max_batch]
         self._next = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._position = torch.zeros_like(self._next)

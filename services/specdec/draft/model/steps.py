@@ -85,8 +85,8 @@ class GraphSteps(StepGraphs):
         ranks: int = 1,
     ) -> None:
         """`spare`: cells that rows without a session may write to. Captures at once, which takes seconds."""
-        super().__init__(device, max_batch=max_batch, max_steps=max_steps, ranks=ranks)
-        self._model, self._pool, self._ranks = model, pool, ranks
+        super().__init__(pool, device, max_batch=max_batch, max_steps=max_steps, ranks=ranks)
+        self._model, self._ranks = model, ranks
         self._spare = Row(spare.start, 1, (0, 0))
         self._host = torch.zeros((3, 2 * max_batch), dtype=torch.int64).pin_memory()
         self._fields = self._host.numpy()  # the same memory, which numpy writes faster
