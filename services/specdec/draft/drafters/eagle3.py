@@ -4,6 +4,9 @@ Per session, cell i of its run is computed from state start + i and the token af
 state n - 2, and the last one's output is the first draft. Drafting goes on in the cells after it, from the head's own
 features. After a verdict those cells are computed anew from the true states: that is the whole rollback.
 
+On CUDA the few states of a verdict are read by the captured graphs that draft (model/eagle3_steps.py), longer texts op
+by op before; on a CPU everything is op by op.
+
 Where states are missing (a reused prefix, a lost frame) the context starts after the gap; cells count from there.
 """
 
@@ -277,14 +280,17 @@ class Eagle3Drafter:
 
 def _reading(context: _Context, tokens: Sequence[int]) -> Reading:
     """All that can be read, or the last state again."""
-    cell, states = context.cells, []
-    while (count := context.readable(len(tokens))) > 0:
-        states.append(context.take(count))
-    if not states and context.last is not None:
+    cell, states, left = context.cells, [], context.readable(len(tokens))
+    if left <= 0 and context.last is not None:
         cell, states = cell - 1, [context.last]
+    while left > 0:
+        states.append(context.take(left))
+        left -= len(states[-1].tokens)
     return Reading(context.run.start, cell, states, tokens[context.start + cell + 1 :])
 
 
 def _part(states: States, begin: int, end: int) -> States:
     """States [begin, end) of a pass."""
+    if (begin, end) == (0, len(states.tokens)):
+        return states
     return States(states.position + begin, states.tokens[begin:end], states.rows[begin:end], states.dtype)

@@ -88,8 +88,7 @@ class Eagle3GraphSteps(StepGraphs):
         starts = [row.first for row in rows] + [self._spare] * (batch - len(rows))
         firsts = [first for first in starts for _ in range(width)]
         self._fields[:, : batch * width] = [tokens + empty, positions + empty, firsts, numbers + empty]
-        with torch.cuda.stream(self._stream):
-            self._states[:read].copy_(self._came[:read], non_blocking=True)
+        self._states[:read].copy_(self._came[:read], non_blocking=True)
         drafts = self._play(self._openings[batch, width], self._later[batch], steps)
         return [[token for (token,) in made] for made in drafts]
 

@@ -29,8 +29,7 @@ class StepGraphs:
         self._step = torch.zeros_like(self._next)  # how many drafts each row has
         self._made = torch.zeros((max_steps, ranks, max_batch), dtype=torch.int64, device=device)
         self._answer = torch.zeros((max_steps, ranks, max_batch), dtype=torch.int64).pin_memory()
-        self._done = torch.cuda.Event()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # of the captures; replays follow what the caller's stream has to do
         self._memory: tuple[int, int] | None = None
 
     def bucket(self, rows: int) -> int:
@@ -63,14 +62,8 @@ class StepGraphs:
     ) -> list[list[tuple[int, ...]]]:
         """The drafts of the first len(steps) rows, steps[i] of the i-th, in each one's place its ranks."""
         most = max(steps)
-        # texts may still be being read there, and cells moved
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            opening.replay()
-            for _ in range(most - 1):
-                later.replay()
-            self._answer[:most].copy_(self._made[:most], non_blocking=True)
-            self._done.record()
-        self._done.synchronize()
+        for graph in (opening, *[later] * (most - 1)):
+            graph.replay()
+        self._answer[:most].copy_(self._made[:most])  # waits
         rows = self._answer[:most, :, : len(steps)].permute(2, 0, 1).tolist()
         return [[tuple(ranked) for ranked in row[:k]] for row, k in zip(rows, steps, strict=True)]
