@@ -5,13 +5,15 @@ In Triton's interpreter, which has no bfloat16: `TRITON_INTERPRET=1 pytest --con
 """
 
 import os
+import statistics
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from specdec.draft.model import eager, gemv, kernels
-from specdec.draft.model.decoder import Linear
+from specdec.draft.model.decoder import Linear, Pass, Span
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -194,6 +196,34 @@ def test_attend_is_attention_over_each_run(dtype, together, lengths, size):
     q = random(len(positions), heads, size, dtype=dtype, scale=2.0)
     where = torch.tensor(positions, device=DEVICE), torch.tensor(firsts, device=DEVICE)
     assert near(kernels.attend(q, store, *where, together), eager.attend(q.double(), store.double(), *where))
+
+
+SPANS = [Span(1024, 0, 9), Span(64, 40, 1), Span(512, 100, 30), Span(0, 0, 1)]
+
+
+def test_attention_span_by_span_is_attention_token_by_token(dtype):
+    store = random(2, 2048, 2, 32, dtype=dtype)
+    where = Pass.of(SPANS, torch.device(DEVICE))
+    q = random(len(where.positions), 8, 32, dtype=dtype, scale=2.0)
+    whole = eager.attend(q.double(), store.double(), where.positions, where.firsts)
+    assert near(eager.attend_spans(q, store, SPANS), whole)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of a GPU's time")
+@pytest.mark.parametrize("span", SPANS[:3])
+def test_a_length_that_was_never_seen_takes_no_longer(span):
+    """cuDNN's attention takes 30 ms to plan for each."""
+    store, took_s = random(2, 4096, 8, 128, dtype=torch.bfloat16), []
+    for more in range(8):
+        count = span.count + (more if span.count > 1 else 0)
+        longer = Span(span.first, span.position + (7 * more if span.position else 0), count)
+        q = random(count, 32, 128, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        eager.attend_spans(q, store, [longer])
+        torch.cuda.synchronize()
+        took_s.append(time.perf_counter() - start)
+    assert statistics.median(took_s) < 0.01
 
 
 def test_norm_gate_and_rope_are_the_eager_functions(dtype):

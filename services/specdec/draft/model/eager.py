@@ -1,11 +1,16 @@
 """The kernels' functions (kernels.py) in plain torch: the draft on a CPU, and what the kernels are compared with."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+
+# NOTE: cuDNN's attention, which torch prefers on Hopper, takes 30 ms to plan for every length it has not seen.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Span(Protocol):
@@ -100,14 +105,16 @@ def attend(
 def attend_spans(q: torch.Tensor, store: torch.Tensor, spans: Iterable[Span]) -> torch.Tensor:
     """The same for tokens of which each session has several: [T, heads, head_size] -> [T, heads * head_size]."""
     parts, at = [], 0
-    for span in spans:
-        length = span.position + span.count
-        k, v = store[:, span.first : span.first + length].transpose(1, 2)[:, None]  # [1, kv_heads, length, head_size]
-        mask = _causal(span, q.device) if span.count > 1 else None
-        query = q[at : at + span.count].transpose(0, 1)[None]
-        mixed = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
-        parts.append(mixed[0].transpose(0, 1))
-        at += span.count
+    with sdpa_kernel(_BACKENDS) if q.is_cuda else nullcontext():
+        for span in spans:
+            length = span.position + span.count
+            run = store[:, span.first : span.first + length]
+            k, v = run.transpose(1, 2)[:, None]  # [1, kv_heads, length, head_size]
+            mask = _causal(span, q.device) if span.count > 1 else None
+            query = q[at : at + span.count].transpose(0, 1)[None]
+            mixed = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
+            parts.append(mixed[0].transpose(0, 1))
+            at += span.count
     return torch.cat(parts).flatten(1)
 
 
