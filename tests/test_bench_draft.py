@@ -52,7 +52,7 @@ def test_a_head_is_timed_on_states_that_the_target_sends(tmp_path, capsys, monke
     assert made[0][0].counts.late_starts == 0
     write_random_head(tmp_path / "head", tmp_path / "target", HEADS["eagle3-tiny"], torch.device("cpu"))
     folders = ["--model", str(tmp_path / "head"), "--target", str(tmp_path / "target")]
-    assert main([*head, *folders, "--contexts", "64"]) == 0
+    assert main([*head, *folders, "--contexts", "64", "--dtype", "fp8"]) == 0
     assert [row["floor_ms"] > 0 for row in json.loads(capsys.readouterr().out)["rows"]] == [True] * 4
 
 
