@@ -4,7 +4,7 @@ import torch
 from transformers import AutoConfig
 
 from specdec.draft.bench import SHAPES, write_random
-from specdec.draft.model.decoder import CausalModel, _quantized
+from specdec.draft.model.decoder import CausalModel, quantized
 from specdec.draft.model.weights import Weights
 
 
@@ -12,7 +12,7 @@ def test_each_outputs_weights_are_within_a_step_of_their_own_scale():
     torch.manual_seed(1)
     weight = torch.randn(40, 64) * torch.logspace(-3, 3, 40)[:, None]
     weight[7] = 0
-    linear = _quantized(weight)
+    linear = quantized(weight)
     assert torch.equal(linear.narrow.float() * linear.scale[:, None], linear.weight)
     largest = weight.abs().amax(1, keepdim=True)
     step = torch.maximum(weight.abs() / 16, largest / 448 / 1024)  # 3 bits after the first; below 2^-6, 2^-10

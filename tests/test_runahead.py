@@ -123,13 +123,13 @@ def test_proposals_are_the_same_with_and_without(model, seed):
 
 
 class FakeGraphSteps:
-    """As GraphSteps: every row takes the most steps, and the next likeliest tokens are not known."""
+    """As GraphSteps: every row takes the most steps."""
 
     def __init__(self, eager):
         self._eager = eager
 
-    def run(self, rows, steps):
-        drafts = self._eager.run(rows, [max(steps)] * len(rows))
+    def ranked(self, rows, steps):
+        drafts = self._eager.ranked(rows, [max(steps)] * len(rows))
         return [ids[:k] for ids, k in zip(drafts, steps, strict=True)]
 
 
@@ -138,7 +138,7 @@ def test_steps_that_all_rows_take_write_into_no_other_sessions_cells(small):
     play.drafter._steps = FakeGraphSteps(play.drafter._steps)
     play.run(80)
     assert play.drafter.ahead_counts.hits > 10
-    assert all(len(play.drafter._lines[s].lines) == 1 for s in play.sessions if play.drafter._lines.get(s))
+    assert any(len(play.drafter._lines[s].lines) > 1 for s in play.sessions if play.drafter._lines.get(s))
 
 
 class Pressed(Interplay):

@@ -10,7 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from specdec.draft.drafters import DraftSession
 from specdec.draft.drafters.causal import CausalDrafter
+from specdec.draft.model.decoder import CausalModel
 from specdec.draft.model.steps import EagerSteps, GraphSteps
+from specdec.draft.runahead import RANKS
+from specdec.errors import CheckpointError
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -55,6 +58,13 @@ class Reference:
                 scale = module.weight.data.abs().amax(1, keepdim=True) / 448
                 module.weight.data = (module.weight.data / scale).to(torch.float8_e4m3fn).float() * scale
         return other
+
+    @torch.inference_mode()
+    def runners_gap(self, tokens, drafts, runners):
+        """The same for what is said to come next in each draft's place, each against the one it stands for."""
+        logits = self.model(torch.tensor([[*tokens, *drafts]], device="cuda")).logits[0, len(tokens) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(runners, device="cuda"))
+        return ((logits.topk(RANKS).values[:, 1:] - chosen).max() / logits.std()).item()
 
     @torch.inference_mode()
     def gap(self, tokens, drafts):
@@ -121,6 +131,48 @@ def test_graphs_draft_what_single_steps_draft_and_repeat_themselves(reference, d
     assert same == total if dtype == "float32" else same >= 0.7 * total  # after one near tie the rest differs
 
 
+def next_likeliest(reference, dtype, drafter):
+    """Drafts for 1, 2, 4 and 6 sessions, the same with and without `run_ahead`, and the widest gap of the runners."""
+    dice, widest = random.Random(12), 0.0
+    ahead = CausalDrafter(
+        reference.folder, device="cuda:0", dtype=dtype, memory_bytes=1 << 26, max_batch=MAX_BATCH, run_ahead=True
+    )
+    sessions = [DraftSession(i, 1, words(dice, 4 + 30 * i)) for i in range(MAX_BATCH)]
+    for batch in (1, 2, 4, 6):
+        drafts = ahead.propose(sessions[:batch], [5] * batch)
+        assert drafts == drafter.propose(sessions[:batch], [5] * batch)
+        for session, ids in zip(sessions, drafts, strict=False):
+            runners = ahead._lines[session].main.runners
+            assert all(len({best, *others}) == RANKS for best, others in zip(ids, runners, strict=True))
+            widest = max(widest, reference.runners_gap(session.tokens, ids, runners))
+            session.tokens += ids[:2] + words(dice, 1)
+    for session in sessions:
+        drafter.forget(session)
+    return widest
+
+
+def test_where_it_runs_ahead_the_next_likeliest_are_known_and_the_best_is_the_same(reference, dtype, drafter):
+    assert next_likeliest(reference, dtype, drafter) <= SLACK[dtype]
+
+
+def test_wrong_next_likeliest_are_noticed(reference, dtype, drafter, monkeypatch):
+    best = CausalModel.best
+
+    def reversed_but_the_best(self, hidden, ranks=1):
+        highest, ids = best(self, hidden, ranks)
+        return highest, ids.flip(1).roll(1, 1)  # the first stays: all of this vocabulary is one block
+
+    monkeypatch.setattr(CausalModel, "best", reversed_but_the_best)
+    assert next_likeliest(reference, dtype, drafter) > SLACK[dtype]
+
+
+def test_heads_that_the_kernels_do_not_compute_are_refused(tmp_path):
+    config = LlamaConfig(**(SIZES | {"head_dim": 24}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="heads of 24 values"):
+        CausalDrafter(tmp_path, device="cuda:0", memory_bytes=1 << 24)
+
+
 def test_rows_without_a_session_write_nowhere_else(drafter):
     """A bucket's spare rows go to cells of their own: a neighbour's text is drafted the same before and after."""
     dice = random.Random(6)
@@ -177,9 +229,9 @@ def test_a_wrong_row_is_noticed(reference, dtype, drafter, monkeypatch, mutant):
         "first": lambda row: replace(row, first=row.first + 1),
         "tail": lambda row: replace(row, tail=(row.tail[1], row.tail[1])),
     }[mutant]
-    dice, run = random.Random(11), drafter._steps.run
+    dice, ranked = random.Random(11), drafter._steps.ranked
     sessions = [DraftSession(i, 1, words(dice, 50)) for i in range(MAX_BATCH)]
-    monkeypatch.setattr(drafter._steps, "run", lambda rows, steps: run([wrong(row) for row in rows], steps))
+    monkeypatch.setattr(drafter._steps, "ranked", lambda rows, steps: ranked([wrong(row) for row in rows], steps))
     drafts = drafter.propose(sessions, [5] * MAX_BATCH)
     assert max(reference.gap(s.tokens, ids) for s, ids in zip(sessions, drafts, strict=True)) > SLACK[dtype]
     for session in sessions:

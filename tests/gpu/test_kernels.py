@@ -5,12 +5,15 @@ In Triton's interpreter, which has no bfloat16: `TRITON_INTERPRET=1 pytest --con
 """
 
 import os
+import statistics
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from specdec.draft.model import eager, gemv, kernels
+from specdec.draft.model.decoder import Linear, Pass, Span
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -86,6 +89,9 @@ def test_qkv_turns_and_stores_as_the_eager_functions_do(dtype, biased):
     expected = eager.rope_store(projected, heads, frequencies, 1.5, positions, cells, None, EPS, theirs)
     assert near(q, expected)
     assert near(ours, theirs)
+    plain = gemv.qkv(x, None, EPS, weight, bias, frequencies, 1.5, positions, cells, ours.clone())
+    projected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert near(plain, eager.rope_store(projected, heads, frequencies, 1.5, positions, cells, None, EPS, theirs))
     untouched = [cell for cell in range(20) if cell not in cells.tolist()]
     assert bool((ours[:, untouched] == -7).all())
 
@@ -108,13 +114,61 @@ def test_maxima_and_advance_end_a_step(dtype):
     logits[0, 4321] = logits[0, 99] = logits.max() + 1
     logits[2] = float("-inf")
     tokens, positions = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.arange(4, device=DEVICE)
-    made, steps = torch.zeros((3, 4), dtype=torch.int64, device=DEVICE), torch.tensor([0, 2, 1, 1], device=DEVICE)
+    made, steps = torch.zeros((3, 1, 4), dtype=torch.int64, device=DEVICE), torch.tensor([0, 2, 1, 1], device=DEVICE)
     kernels.advance(*kernels.maxima(logits), tokens, made, positions, steps)
     right = [99, logits[1].argmax().item(), 0, 0]
     assert tokens.tolist() == right
-    assert made.tolist() == [[99, 0, 0, 0], [0, 0, 0, 0], [0, right[1], 0, 0]]
+    assert made[:, 0].tolist() == [[99, 0, 0, 0], [0, 0, 0, 0], [0, right[1], 0, 0]]
     assert positions.tolist() == [1, 2, 3, 3]
     assert steps.tolist() == [1, 3, 2, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_next_likeliest_come_in_order_and_of_equals_the_lower_id_first(dtype, ranks):
+    n = 5000
+    logits = random(2, n, dtype=dtype)
+    top = logits.max() + 1
+    logits[0, [4321, 99, 98, 2047]] = top  # in two blocks
+    logits[0, 4999] = top + 1
+    logits[1, 3], logits[1, 2050] = top + 2, top + 1
+    offsets = torch.randint(0, 50, (n,), device=DEVICE)
+    tokens, positions, steps = (torch.zeros(2, dtype=torch.int64, device=DEVICE) for _ in range(3))
+    made = torch.zeros((1, ranks, 3), dtype=torch.int64, device=DEVICE)
+    kernels.advance(*kernels.maxima(logits, ranks), tokens, made, positions, steps, offsets)
+    right = logits.double().sort(dim=1, descending=True, stable=True).indices[:, :ranks]
+    assert made[0, :, :2].T.tolist() == (right + offsets[right]).tolist()
+    assert right[0].tolist() == [4999, 98, 99, 2047][:ranks]
+    assert tokens.tolist() == made[0, 0, :2].tolist()
+    assert made[0, :, 2].tolist() == [0] * ranks
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_the_best_is_the_same_token_with_and_without_the_next_likeliest(dtype, tokens):
+    n, k = 5003, 64
+    x, head = random(tokens, k, dtype=dtype), Linear(random(n, k, dtype=dtype))
+    head.weight[4000] = head.weight[70] = 3 * x[0]  # equals far apart
+    alone, ids = head.best(x)
+    best, others = head.best(x, 4)
+    assert torch.equal(ids.gather(1, alone.argmax(1, keepdim=True)), others.gather(1, best.argmax(1, keepdim=True)))
+    assert torch.equal(alone.amax(1), best.amax(1))
+    right = F.linear(x.double(), head.weight.double()).sort(dim=1, descending=True, stable=True).indices[:, :4]
+    found = others.gather(1, best.sort(dim=1, descending=True, stable=True).indices[:, :4])
+    assert found[0, :2].tolist() == [70, 4000]
+    if tokens <= gemv.MOST_TOKENS:  # else logits are rounded, and equals many
+        assert found.tolist() == right.tolist()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_join_is_both_norms_side_by_side(dtype, keep, tokens):
+    n = 48
+    table, features = random(30, n, dtype=dtype, scale=3.0), random(tokens, n, dtype=dtype)
+    gains, ids = (random(n, dtype=dtype), random(n, dtype=dtype)), torch.randint(0, 30, (tokens,), device=DEVICE)
+    before = features.clone()
+    both = kernels.join(ids, table, features, *gains, EPS, keep)
+    wide = before.double()
+    assert near(both, eager.join(ids, table.double(), wide, *(gain.double() for gain in gains), EPS, keep))
+    assert near(features, wide) if keep else torch.equal(features, before)
 
 
 def test_weights_in_float8_are_scaled_back(dtype):
@@ -144,6 +198,34 @@ def test_attend_is_attention_over_each_run(dtype, together, lengths, size):
     assert near(kernels.attend(q, store, *where, together), eager.attend(q.double(), store.double(), *where))
 
 
+SPANS = [Span(1024, 0, 9), Span(64, 40, 1), Span(512, 100, 30), Span(0, 0, 1)]
+
+
+def test_attention_span_by_span_is_attention_token_by_token(dtype):
+    store = random(2, 2048, 2, 32, dtype=dtype)
+    where = Pass.of(SPANS, torch.device(DEVICE))
+    q = random(len(where.positions), 8, 32, dtype=dtype, scale=2.0)
+    whole = eager.attend(q.double(), store.double(), where.positions, where.firsts)
+    assert near(eager.attend_spans(q, store, SPANS), whole)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of a GPU's time")
+@pytest.mark.parametrize("span", SPANS[:3])
+def test_a_length_that_was_never_seen_takes_no_longer(span):
+    """cuDNN's attention takes 30 ms to plan for each."""
+    store, took_s = random(2, 4096, 8, 128, dtype=torch.bfloat16), []
+    for more in range(8):
+        count = span.count + (more if span.count > 1 else 0)
+        longer = Span(span.first, span.position + (7 * more if span.position else 0), count)
+        q = random(count, 32, 128, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        eager.attend_spans(q, store, [longer])
+        torch.cuda.synchronize()
+        took_s.append(time.perf_counter() - start)
+    assert statistics.median(took_s) < 0.01
+
+
 def test_norm_gate_and_rope_are_the_eager_functions(dtype):
     x, delta, gain = random(5, 48, dtype=dtype), random(5, 48, dtype=dtype), random(48, dtype=dtype)
     added = x.double() + delta.double()
@@ -164,7 +246,7 @@ def test_norm_gate_and_rope_are_the_eager_functions(dtype):
         assert near(ours, theirs)
 
 
-@pytest.mark.parametrize("mutant", ["bias", "gain", "halves", "angle", "cell", "first", "position"])
+@pytest.mark.parametrize("mutant", ["bias", "gain", "halves", "angle", "cell", "first", "position", "join"])
 def test_a_wrong_operand_is_noticed(mutant):
     """The comparisons above, each with one operand of the kernel's changed."""
     dtype, heads, kv_heads, size, k = torch.float32, 4, 2, 32, 48
@@ -179,6 +261,10 @@ def test_a_wrong_operand_is_noticed(mutant):
     elif mutant == "halves":
         gates, ups = F.linear(norm(x, gain), weight.double()).chunk(2, -1)
         assert not near(gemv.gate_up(x, gain, EPS, weight.roll(n // 2, 0)), F.silu(gates) * ups)
+    elif mutant == "join":
+        ids = torch.tensor([1, 0], device=DEVICE)
+        wide = eager.join(ids, weight.double(), x.double(), gain.double(), wrong.double(), EPS, False)
+        assert not near(kernels.join(ids, weight, x, gain, gain, EPS, False), wide)
     positions, cells = torch.tensor([5, 300], device=DEVICE), torch.tensor([9, 3], device=DEVICE)
     frequencies = 1 / 10000 ** (torch.arange(0, size, 2, device=DEVICE) / size)
     ours = random(2, 400, kv_heads, size, dtype=dtype)

@@ -58,15 +58,22 @@ class CausalDrafter:
         cell = KvPool.cell_bytes(layers, shape.kv_heads, shape.head_size, kind)
         self._pool = KvPool(layers, shape.kv_heads, shape.head_size, memory_bytes // cell, self._device, kind)
         self._steps: EagerSteps | GraphSteps
+        ranks = RANKS if run_ahead else 1
         if self._device.type == "cuda":
             spare = self._pool.cells.take(SMALLEST)
             if spare is None:
                 raise SettingsError(f"the draft's memory of {memory_bytes} bytes holds no session")
             self._steps = GraphSteps(
-                self._model, self._pool, self._device, max_batch=max_batch, max_steps=max_steps, spare=spare
+                self._model,
+                self._pool,
+                self._device,
+                max_batch=max_batch,
+                max_steps=max_steps,
+                spare=spare,
+                ranks=ranks,
             )
         else:
-            self._steps = EagerSteps(self._model, self._pool, self._device)
+            self._steps = EagerSteps(self._model, self._pool, self._device, ranks=ranks)
         self.context_limit = shape.context
         self._lines = Lines(self._pool)
         self._run_ahead, self._max_batch = RunAhead() if run_ahead else None, max_batch
@@ -158,11 +165,7 @@ class CausalDrafter:
         """Adds `steps[i]` greedy drafts to lines[i], whose cells hold all but its last two tokens."""
         start = time.perf_counter()
         rows = [Row(line.run.start, line.end, line.tail(text)) for line, text in zip(lines, texts, strict=True)]
-        if self._run_ahead and isinstance(self._steps, EagerSteps):
-            drafts = self._steps.ranked(rows, steps, RANKS)
-        else:
-            drafts = [[(token,) for token in ids] for ids in self._steps.run(rows, steps)]
-        for line, made in zip(lines, drafts, strict=True):
+        for line, made in zip(lines, self._steps.ranked(rows, steps), strict=True):
             line.ids += [best for best, *_ in made]
             line.runners += [tuple(others) for _, *others in made]
             line.cells = line.end - 1

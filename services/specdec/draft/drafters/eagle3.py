@@ -4,6 +4,9 @@ Per session, cell i of its run is computed from state start + i and the token af
 state n - 2, and the last one's output is the first draft. Drafting goes on in the cells after it, from the head's own
 features. After a verdict those cells are computed anew from the true states: that is the whole rollback.
 
+On CUDA the few states of a verdict are read by the captured graphs that draft (model/eagle3_steps.py), longer texts op
+by op before; on a CPU everything is op by op.
+
 Where states are missing (a reused prefix, a lost frame) the context starts after the gap; cells count from there.
 """
 
@@ -19,8 +22,10 @@ from specdec.channel.states import States
 from specdec.draft.drafters import DraftSession
 from specdec.draft.model.decoder import Pass, Span
 from specdec.draft.model.eagle3 import Eagle3Head
-from specdec.draft.model.kv import Holders, KvPool, Run
+from specdec.draft.model.eagle3_steps import Eagle3GraphSteps, Reading, tensor_of
+from specdec.draft.model.kv import SMALLEST, Holders, KvPool, Run
 from specdec.draft.model.tokenizer import vocabulary_of
+from specdec.errors import SettingsError
 
 _PASS_TOKENS = 2048  # more in one pass would make other sessions wait
 _AHEAD_TOKENS = 512  # an outcome may come meanwhile
@@ -43,6 +48,7 @@ class _Context:
     start: int = 0  # the position of cell 0's state
     cells: int = 0  # computed from true states
     waiting: deque[States] = field(default_factory=deque)  # come but not read; no gaps
+    last: States | None = None  # the last one read
     normed: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # [hidden], an output of the last cell
     feature: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # [hidden], the other
 
@@ -72,6 +78,7 @@ class _Context:
             self.waiting.appendleft(_part(first, most, len(first.tokens)))
             first = _part(first, 0, most)
         self.cells += len(first.tokens)
+        self.last = States(self.next - 1, first.tokens[-1:], first.rows[-1:].copy(), first.dtype)  # not the whole frame
         return first
 
 
@@ -99,15 +106,24 @@ class Eagle3Drafter:
         max_batch: int = 64,
         max_steps: int = 8,
     ) -> None:
-        kind: torch.dtype = getattr(torch, dtype)
+        float8 = dtype == "fp8"  # only the weights: keys, values and what is computed are bfloat16
+        kind: torch.dtype = getattr(torch, "bfloat16" if float8 else dtype)
         self._device, self._max_batch, self._max_steps = torch.device(device), max_batch, max_steps
-        self._head = Eagle3Head(folder, target, self._device, kind)
+        self._head = Eagle3Head(folder, target, self._device, kind, float8=float8)
         self.aux_layers = self._head.aux_layers
         self.vocabulary = vocabulary_of(folder, target)
         shape, layers = self._head.shape, self._head.layers
         self.context_limit = shape.context
         cell = KvPool.cell_bytes(layers, shape.kv_heads, shape.head_size, kind)
         self._pool = KvPool(layers, shape.kv_heads, shape.head_size, memory_bytes // cell, self._device, kind)
+        self._graphs: Eagle3GraphSteps | None = None
+        if self._device.type == "cuda":
+            spare = self._pool.cells.take(SMALLEST)
+            if spare is None:
+                raise SettingsError(f"the draft's memory of {memory_bytes} bytes holds no session")
+            self._graphs = Eagle3GraphSteps(
+                self._head, self._pool, self._device, max_batch=max_batch, max_steps=max_steps, spare=spare
+            )
         self._contexts: Holders[DraftSession, _Context] = Holders(self._pool, _Context)
         self._drafting: Collection[DraftSession] = ()  # the last proposal's sessions
         self.counts = Counts()
@@ -125,13 +141,20 @@ class Eagle3Drafter:
         self._drafting = set(sessions)
         for session in sessions:
             self._collect(session, self._drafting)
-        served = {i: context for i, session in enumerate(sessions) if (context := self._ready(session, steps[i]))}
-        self._read([sessions[i] for i in served])
+        # a batch's steps are one number on CUDA, and each writes a cell of every row
+        room = [max(steps, default=0)] * len(steps) if self._graphs else steps
+        served = {i: context for i, session in enumerate(sessions) if (context := self._ready(session, room[i]))}
+        self._read([sessions[i] for i, context in served.items() if not self._short(context, sessions[i].tokens)])
         drafts: list[list[int]] = [[] for _ in sessions]
         order = sorted(served, key=lambda i: -steps[i])
         for at in range(0, len(order), self._max_batch):
             batch = order[at : at + self._max_batch]
-            for i, ids in zip(batch, self._draft([served[i] for i in batch], [steps[i] for i in batch]), strict=True):
+            contexts, wanted = [served[i] for i in batch], [steps[i] for i in batch]
+            if self._graphs:
+                made = self._replay(self._graphs, contexts, [sessions[i].tokens for i in batch], wanted)
+            else:
+                made = self._draft(contexts, wanted)
+            for i, ids in zip(batch, made, strict=True):
                 drafts[i] = ids
         return drafts
 
@@ -176,6 +199,10 @@ class Eagle3Drafter:
             return None
         return self._contexts.room(session, known - context.start + steps, self._drafting)
 
+    def _short(self, context: _Context, tokens: Sequence[int]) -> bool:
+        """Whether the graphs can read what the context has to read."""
+        return self._graphs is not None and context.readable(len(tokens)) <= self._graphs.most_states
+
     @torch.inference_mode()
     def _read(self, sessions: Collection[DraftSession], most: int | None = None) -> bool:
         """Computes cells from states that have come, `most` of them. Returns whether there are more."""
@@ -205,7 +232,7 @@ class Eagle3Drafter:
         if not pieces:
             return
         try:
-            rows = torch.cat([_tensor(piece.states) for piece in pieces]).to(self._device)
+            rows = torch.cat([tensor_of(piece.states) for piece in pieces]).to(self._device)
             tokens = torch.tensor([token for piece in pieces for token in piece.following]).to(self._device)
             where = Pass.of([piece.span for piece in pieces], self._device)
             outputs = self._head(tokens, self._head.fuse(rows.to(self._pool.store.dtype)), where, self._pool)
@@ -229,20 +256,41 @@ class Eagle3Drafter:
         for step in range(1, steps[0]):
             wanting = [context for context, wanted in zip(contexts, steps, strict=True) if wanted > step]
             where = Pass.of([Span(c.run.start, c.cells + step - 1, 1) for c in wanting], self._device)
-            if self._device.type == "cuda":
-                where = Pass(where.positions, where.firsts)  # one kernel for all rows
             normed, features = self._head(made[-1][: len(wanting)], features[: len(wanting)], where, self._pool)
             made.append(self._head.choose(normed))
         columns = [column.tolist() for column in made]
         return [[column[i] for column in columns[:wanted]] for i, wanted in enumerate(steps)]
 
+    def _replay(
+        self,
+        graphs: Eagle3GraphSteps,
+        contexts: Sequence[_Context],
+        texts: Sequence[Sequence[int]],
+        steps: Sequence[int],
+    ) -> list[list[int]]:
+        """The same by graphs, which read what is left to be read as well."""
+        rows = [_reading(context, tokens) for context, tokens in zip(contexts, texts, strict=True)]
+        try:
+            return graphs.run(rows, steps)
+        except Exception:
+            for context in contexts:
+                context.restart(context.end)  # cells that were not computed must not count
+            raise
+
+
+def _reading(context: _Context, tokens: Sequence[int]) -> Reading:
+    """All that can be read, or the last state again."""
+    cell, states, left = context.cells, [], context.readable(len(tokens))
+    if left <= 0 and context.last is not None:
+        cell, states = cell - 1, [context.last]
+    while left > 0:
+        states.append(context.take(left))
+        left -= len(states[-1].tokens)
+    return Reading(context.run.start, cell, states, tokens[context.start + cell + 1 :])
+
 
 def _part(states: States, begin: int, end: int) -> States:
     """States [begin, end) of a pass."""
+    if (begin, end) == (0, len(states.tokens)):
+        return states
     return States(states.position + begin, states.tokens[begin:end], states.rows[begin:end], states.dtype)
-
-
-def _tensor(states: States) -> torch.Tensor:  # [tokens, layers * width]
-    rows = states.rows if states.rows.flags.writeable else states.rows.copy()  # torch takes no read-only memory
-    tensor = torch.from_numpy(rows)
-    return tensor.view(torch.bfloat16) if states.dtype == "bfloat16" else tensor

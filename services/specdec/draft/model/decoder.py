@@ -106,7 +106,9 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class _Linear:
+class Linear:
+    """A linear map; on CUDA the LM head is asked only for its highest outputs."""
+
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None
     float8: torch.Tensor | None = None  # the weights over their scales, for passes of a few tokens
@@ -120,24 +122,34 @@ class _Linear:
         """The weights in as few bytes as they are held in."""
         return self.weight if self.float8 is None else self.float8
 
+    def best(self, x: torch.Tensor, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:  # -> [T, candidates] twice
+        """On CUDA: the `ranks` highest outputs of every block of them, and their numbers."""
+        from specdec.draft.model import gemv, kernels
 
-def _linear(weights: Weights, prefix: str, *names: str) -> _Linear:
+        if len(x) > gemv.MOST_TOKENS:
+            return kernels.maxima(self(x), ranks)
+        if ranks == 1:
+            return gemv.head(x, self.narrow, self.scale)
+        return kernels.maxima(gemv.project(x, self.narrow, scale=self.scale, dtype=torch.float32), ranks)
+
+
+def _linear(weights: Weights, prefix: str, *names: str) -> Linear:
     """Several projections of the same input as one."""
     bias = None
     if f"{prefix}{names[0]}.bias" in weights:
         bias = torch.cat([weights.take(f"{prefix}{name}.bias") for name in names])
     weight = torch.cat([weights.take(f"{prefix}{name}.weight") for name in names])
-    return _quantized(weight, bias) if weights.float8 else _Linear(weight, bias)
+    return quantized(weight, bias) if weights.float8 else Linear(weight, bias)
 
 
-def _quantized(weight: torch.Tensor, bias: torch.Tensor | None = None) -> _Linear:
+def quantized(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Weights rounded to float8 (e4m3), with a scale for each output so that its largest is the largest of the type."""
     scale = weight.abs().amax(1).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     float8 = (weight.float() / scale[:, None]).to(torch.float8_e4m3fn)
-    return _Linear((float8.float() * scale[:, None]).to(weight.dtype), bias, float8, scale)
+    return Linear((float8.float() * scale[:, None]).to(weight.dtype), bias, float8, scale)
 
 
-def _fused_linear(gemv: Any, linear: _Linear, x: torch.Tensor, **around: Any) -> torch.Tensor:
+def _fused_linear(gemv: Any, linear: Linear, x: torch.Tensor, **around: Any) -> torch.Tensor:
     return gemv.project(x, linear.narrow, scale=linear.scale, bias=linear.bias, **around)
 
 
@@ -162,8 +174,16 @@ class Attention:
             return self._o(ops.attend(q, store, where.positions, where.firsts, where.together))
         return self._o(eager.attend_spans(q, store, where.spans))
 
-    def fused(self, gemv: Any, x: torch.Tensor, norm: torch.Tensor, where: Pass, store: torch.Tensor) -> None:
-        """Adds to x [T, hidden] what the norm of it gives."""
+    def fused(
+        self,
+        gemv: Any,
+        x: torch.Tensor,
+        norm: torch.Tensor | None,
+        where: Pass,
+        store: torch.Tensor,
+        onto: torch.Tensor,
+    ) -> None:
+        """Adds to `onto` [T, hidden] what x [T, in] gives, or the norm of it."""
         ops, shape, rope, eps = ops_for(x.device), self._shape, self._rope, self._shape.eps
         turn = rope.frequencies, rope.factor, where.positions, where.cells
         if self._norms is None:
@@ -172,7 +192,7 @@ class Attention:
             projected = _fused_linear(gemv, self._qkv, x, norm=norm, eps=eps)
             q = ops.rope_store(projected, shape.heads, *turn, self._norms, eps, store)
         mixed = ops.attend(q, store, where.positions, where.firsts, where.together)
-        _fused_linear(gemv, self._o, mixed, onto=x)
+        _fused_linear(gemv, self._o, mixed, onto=onto)
 
 
 class Mlp:
@@ -208,7 +228,7 @@ class Layer:
         self, x: torch.Tensor, delta: torch.Tensor | None, where: Pass, store: torch.Tensor
     ) -> torch.Tensor | None:  # [T, hidden] -> what to add to x, unless it has been
         if delta is None and (gemv := fused_for(x, where)) is not None:
-            self._attention.fused(gemv, x, self._before_attention, where, store)
+            self._attention.fused(gemv, x, self._before_attention, where, store, onto=x)
             self._mlp.fused(gemv, x, self._before_mlp, self._eps)
             return None
         ops = ops_for(x.device)
@@ -229,7 +249,7 @@ class CausalModel:
         self._norm = weights.take("model.norm.weight")
         tied = config.tie_word_embeddings or "lm_head.weight" not in weights
         head = self._embedding if tied else weights.take("lm_head.weight")
-        self._head = _quantized(head) if weights.float8 else _Linear(head)
+        self._head = quantized(head) if weights.float8 else Linear(head)
 
     def hidden(self, tokens: torch.Tensor, where: Pass, pool: KvPool) -> torch.Tensor:  # [T] -> [T, hidden]
         x, delta = F.embedding(tokens, self._embedding), None
@@ -240,10 +260,6 @@ class CausalModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n, vocab]
         return self._head(hidden)
 
-    def best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [n, hidden] -> [n, blocks] twice
-        """On CUDA: the highest logit of every block of the vocabulary, and its id."""
-        from specdec.draft.model import gemv, kernels
-
-        if len(hidden) <= gemv.MOST_TOKENS:
-            return gemv.head(hidden, self._head.narrow, self._head.scale)
-        return kernels.maxima(self.logits(hidden))
+    def best(self, hidden: torch.Tensor, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """On CUDA, for [n, hidden]: the highest logits of every block of the vocabulary, and their ids."""
+        return self._head.best(hidden, ranks)

@@ -1,11 +1,16 @@
 """The kernels' functions (kernels.py) in plain torch: the draft on a CPU, and what the kernels are compared with."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+
+# NOTE: cuDNN's attention, which torch prefers on Hopper, takes 30 ms to plan for every length it has not seen.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class Span(Protocol):
@@ -31,6 +36,22 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, 
     if delta is not None:
         x += delta
     return _norm(x, weight, eps)
+
+
+def join(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    features: torch.Tensor,
+    of_token: torch.Tensor,
+    of_feature: torch.Tensor,
+    eps: float,
+    keep: bool,
+) -> torch.Tensor:  # [T], [vocab, n], [T, n] -> [T, 2n]
+    """The norms of each token's row of `table` and of its feature. With `keep` the latter replaces the feature too."""
+    normed = _norm(features, of_feature, eps)
+    if keep:
+        features.copy_(normed)
+    return torch.cat((_norm(F.embedding(tokens, table), of_token, eps), normed), -1)
 
 
 def gate(gate_up: torch.Tensor) -> torch.Tensor:  # [T, 2n] -> [T, n]
@@ -84,14 +105,16 @@ def attend(
 def attend_spans(q: torch.Tensor, store: torch.Tensor, spans: Iterable[Span]) -> torch.Tensor:
     """The same for tokens of which each session has several: [T, heads, head_size] -> [T, heads * head_size]."""
     parts, at = [], 0
-    for span in spans:
-        length = span.position + span.count
-        k, v = store[:, span.first : span.first + length].transpose(1, 2)[:, None]  # [1, kv_heads, length, head_size]
-        mask = _causal(span, q.device) if span.count > 1 else None
-        query = q[at : at + span.count].transpose(0, 1)[None]
-        mixed = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
-        parts.append(mixed[0].transpose(0, 1))
-        at += span.count
+    with sdpa_kernel(_BACKENDS) if q.is_cuda else nullcontext():
+        for span in spans:
+            length = span.position + span.count
+            run = store[:, span.first : span.first + length]
+            k, v = run.transpose(1, 2)[:, None]  # [1, kv_heads, length, head_size]
+            mask = _causal(span, q.device) if span.count > 1 else None
+            query = q[at : at + span.count].transpose(0, 1)[None]
+            mixed = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
+            parts.append(mixed[0].transpose(0, 1))
+            at += span.count
     return torch.cat(parts).flatten(1)
 
 

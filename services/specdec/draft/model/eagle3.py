@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
-from specdec.draft.model.decoder import Attention, Layer, Mlp, Pass, Rope, Shape, ops_for
+from specdec.draft.model.decoder import Attention, Layer, Linear, Mlp, Pass, Rope, Shape, fused_for, ops_for, quantized
 from specdec.draft.model.kv import KvPool
 from specdec.draft.model.weights import Weights
 from specdec.errors import CheckpointError
@@ -60,7 +60,7 @@ class Norms:
         )
 
 
-def _layer_config(config: dict[str, Any]) -> Any:
+def layer_config(config: dict[str, Any]) -> Any:
     """A transformers config of the head's layer. Raises CheckpointError for what is no EAGLE-3 head."""
     if (kind := config.get("speculators_model_type")) is not None:
         if kind != "eagle3":
@@ -78,7 +78,8 @@ def _layer_config(config: dict[str, Any]) -> Any:
     return AutoConfig.for_model(family, **fields)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A tensor's name as speculators have it."""
     return name.removeprefix("model.").replace("midlayer.", "layers.0.")
 
 
@@ -94,14 +95,18 @@ class _FirstLayer:
         self._mlp = Mlp(weights, "layers.0.mlp.")
 
     def __call__(
-        self, embedding: torch.Tensor, feature: torch.Tensor, where: Pass, store: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # 2 x [T, hidden] -> x, and what to add to it
-        ops = ops_for(feature.device)
-        normed = ops.add_norm(feature, None, self._of_feature, self._eps)
-        both = torch.cat((ops.add_norm(embedding, None, self._of_embedding, self._eps), normed), -1)
-        x = normed if self._before_residual else feature.clone()  # what follows adds in place
+        self, tokens: torch.Tensor, embedding: torch.Tensor, x: torch.Tensor, where: Pass, store: torch.Tensor
+    ) -> torch.Tensor | None:  # [T], [vocab, hidden], features [T, hidden] -> what to add to x, unless it has been
+        ops = ops_for(x.device)
+        both = ops.join(
+            *(tokens, embedding, x, self._of_embedding, self._of_feature, self._eps), keep=self._before_residual
+        )
+        if (gemv := fused_for(x, where)) is not None:
+            self._attention.fused(gemv, both, None, where, store, onto=x)
+            self._mlp.fused(gemv, x, self._before_mlp, self._eps)
+            return None
         attended = self._attention(both, where, store)
-        return x, self._mlp(ops.add_norm(x, attended, self._before_mlp, self._eps))
+        return self._mlp(ops.add_norm(x, attended, self._before_mlp, self._eps))
 
 
 class Eagle3Head:
@@ -110,19 +115,21 @@ class Eagle3Head:
     Raises CheckpointError for a folder that is no EAGLE-3 head, or a head for another target.
     """
 
-    def __init__(self, folder: Path, target: Path, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, target: Path, device: torch.device, dtype: torch.dtype, *, float8: bool = False
+    ) -> None:
         config, its = read_config(folder), text_config(read_config(target))
-        weights = Weights(folder, device, dtype).renamed(_plain)
+        weights = Weights(folder, device, dtype, float8=float8).renamed(plain_name)
         if "layers.0.hidden_norm.weight" not in weights:
             why = "an EAGLE-1 or EAGLE-2 head, which reads other states" if "fc.weight" in weights else "no EAGLE head"
             raise CheckpointError(f"{folder} holds {why}; an EAGLE-3 head is needed")
-        layer_config = _layer_config(config)
-        self.shape = Shape(layer_config)
+        of_layer = layer_config(config)
+        self.shape = Shape(of_layer)
         self.aux_layers = aux_layers_of(config, its["num_hidden_layers"])
-        self.layers: int = layer_config.num_hidden_layers
+        self.layers: int = of_layer.num_hidden_layers
         self._norms, self._target_hidden = Norms.of(config), int(its["hidden_size"])
         self._check_width(weights)
-        rope = Rope(layer_config, device)
+        rope = Rope(of_layer, device)
         self._first = _FirstLayer(self.shape, rope, weights, self._norms)
         self._rest = [Layer(self.shape, rope, weights, f"layers.{i}.") for i in range(1, self.layers)]
         self._fc = weights.take("fc.weight")
@@ -132,6 +139,16 @@ class Eagle3Head:
             [weights.take(f"fc_norm.{i}.weight") for i in range(len(self.aux_layers))] if self._norms.each_state else []
         )
         self._take_vocabulary(weights, target)
+
+    @property
+    def states(self) -> int:
+        """Values of a token's states, those of all layers joined."""
+        return len(self.aux_layers) * self._target_hidden
+
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """[draft vocab] int64: what makes a drafted id the target's; None where they are the same."""
+        return self._offsets
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:  # [T, layers * target_hidden] -> [T, hidden]
         """The features of tokens whose states the target has computed."""
@@ -149,9 +166,11 @@ class Eagle3Head:
     ) -> tuple[torch.Tensor, torch.Tensor]:  # [T], [T, hidden] -> 2 x [T, hidden]
         """From each feature and the token after it: what `choose` takes, and the feature of that token.
 
-        Only device tensors, and no synchronisation: a step may be captured.
+        The features' memory is used for what comes out. Only device tensors, and no synchronisation: a step may be
+        captured.
         """
-        x, delta = self._first(F.embedding(tokens, self._embedding), features, where, pool.store[0])
+        x = features
+        delta = self._first(tokens, self._embedding, x, where, pool.store[0])
         for layer, store in zip(self._rest, pool.store[1:], strict=True):
             delta = layer(x, delta, where, store)
         normed = ops_for(x.device).add_norm(x, delta, self._norm, self.shape.eps)
@@ -159,11 +178,15 @@ class Eagle3Head:
 
     def choose(self, normed: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n] ids of the target
         """The likeliest tokens."""
-        chosen = F.linear(normed, self._lm_head).argmax(-1)
+        chosen = self._lm_head(normed).argmax(-1)
         return chosen if self._offsets is None else chosen + self._offsets[chosen]
 
+    def best(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [n, hidden] -> [n, candidates] twice
+        """On CUDA: the highest logit of every block of the draft vocabulary, and its id there."""
+        return self._lm_head.best(normed)
+
     def _check_width(self, weights: Weights) -> None:
-        wanted = len(self.aux_layers) * self._target_hidden
+        wanted = self.states
         hidden, width = weights.shape("fc.weight") if "fc.weight" in weights else (self.shape.hidden, 0)
         if (hidden, width) != (self.shape.hidden, wanted):
             raise CheckpointError(
@@ -182,9 +205,10 @@ class Eagle3Head:
             return tensor
 
         self._embedding = take("embed_tokens.weight", *_EMBEDDINGS)  # [vocab, hidden]
-        self._lm_head = take("lm_head.weight", *_LM_HEADS, *_EMBEDDINGS)  # [draft vocab, hidden]
+        lm_head = take("lm_head.weight", *_LM_HEADS, *_EMBEDDINGS)  # [draft vocab, hidden]
+        self._lm_head = quantized(lm_head) if weights.float8 else Linear(lm_head)
         self._offsets: torch.Tensor | None = None  # [draft vocab] int64: to the target's ids
-        drafted, known = len(self._lm_head), len(self._embedding)
+        drafted, known = len(lm_head), len(self._embedding)
         if drafted != known:
             self._offsets = weights.take("d2t")
             if len(self._offsets) != drafted:

@@ -138,13 +138,14 @@ def project(
     scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     onto: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # [T, k] -> [T, n]
     """The linear map of x, or of its norm; added in place to `onto` [T, n] if that is given, and that returned.
 
-    weight [n, k], scale [n] of a weight in float8, bias [n].
+    weight [n, k], scale [n] of a weight in float8, bias [n]; `dtype` of what is returned, if not x's.
     """
     (tokens, k), n = x.shape, len(weight)
-    out = x.new_empty((tokens, n)) if onto is None else onto
+    out = torch.empty((tokens, n), dtype=dtype or x.dtype, device=x.device) if onto is None else onto
     rows, width, warps = tile(n, k, weight.itemsize)
     _project[(triton.cdiv(n, rows),)](
         x, x if norm is None else norm, weight, x if scale is None else scale, x if bias is None else bias, out,
@@ -203,7 +204,8 @@ def gate_up(
 def _qkv(
     x, norm, weight, scale, bias, frequencies, turn, positions, cells, q_out, keys, values, eps,
     TOKENS: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, HAS_NORM: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -214,7 +216,7 @@ def _qkv(
     row = head * SIZE + part
     rows = tl.arange(0, ROWS)
     lows, highs = _tile(weight, row, n, K, ROWS, WIDTH), _tile(weight, row + half, n, K, ROWS, WIDTH)
-    gain = _gain(norm, K, WIDTH, True)
+    gain = _gain(norm, K, WIDTH, HAS_NORM)
     frequency = tl.load(frequencies + part + rows)
     if SCALED:
         low_scales, high_scales = tl.load(scale + row + rows), tl.load(scale + row + half + rows)
@@ -222,7 +224,7 @@ def _qkv(
         low_biases, high_biases = tl.load(bias + row + rows), tl.load(bias + row + half + rows)
     if PDL:
         gdc_wait()
-    inputs, factors = _inputs(x, gain, eps, TOKENS, K, WIDTH, True)
+    inputs, factors = _inputs(x, gain, eps, TOKENS, K, WIDTH, HAS_NORM)
     wide_lows, wide_highs = lows.to(tl.float32), highs.to(tl.float32)
     products, places, angles = (), (), ()
     for token in tl.static_range(TOKENS):
@@ -231,7 +233,10 @@ def _qkv(
         products = products + (wide_lows * inputs[token][None], wide_highs * inputs[token][None])
     sums = _sums(products, 2 * TOKENS, 1)
     for token in tl.static_range(TOKENS):
-        low, high = sums[2 * token] * factors[token], sums[2 * token + 1] * factors[token]
+        low, high = sums[2 * token], sums[2 * token + 1]
+        if HAS_NORM:
+            low *= factors[token]
+            high *= factors[token]
         if SCALED:
             low *= low_scales
             high *= high_scales
@@ -253,7 +258,7 @@ def _qkv(
 
 def qkv(
     x: torch.Tensor,
-    norm: torch.Tensor,
+    norm: torch.Tensor | None,
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -264,7 +269,7 @@ def qkv(
     store: torch.Tensor,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # [T, k] -> q [T, heads, head_size]
-    """Queries, keys and values of x's norm, rotated; keys and values into their cells.
+    """Queries, keys and values of x, or of its norm, rotated; keys and values into their cells.
 
     weight [(heads + 2 kv_heads) * head_size, k], store [2, cells, kv_heads, head_size].
     """
@@ -274,9 +279,9 @@ def qkv(
     rows, width, warps = tile(len(weight), k, weight.itemsize, 2)
     rows = min(rows, size // 2)
     _qkv[(len(weight) // 2 // rows,)](
-        x, norm, weight, x if scale is None else scale, x if bias is None else bias, frequencies, factor,
-        positions, cells, q, store[0], store[1], eps, tokens, k, heads, kv_heads, size,
-        rows, width, scale is not None, bias is not None, num_warps=warps, **early(x.device),
+        x, x if norm is None else norm, weight, x if scale is None else scale, x if bias is None else bias,
+        frequencies, factor, positions, cells, q, store[0], store[1], eps, tokens, k, heads, kv_heads, size,
+        rows, width, norm is not None, scale is not None, bias is not None, num_warps=warps, **early(x.device),
     )  # fmt: skip
     return q
 

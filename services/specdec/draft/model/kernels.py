@@ -54,6 +54,48 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, 
 
 
 @triton.jit
+def _join(
+    tokens, table, features, of_token, of_feature, out, n, eps,
+    KEEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < n
+    weight = of_token if half == 0 else of_feature
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = features + row * n
+    if half == 0:
+        place = table + tl.load(tokens + row) * n
+    wide = tl.load(place + at, mask=inside, other=0.0).to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / n + eps) * gain
+    tl.store(out + (2 * row + half) * n + at, wide, mask=inside)
+    if KEEP and half == 1:
+        tl.store(features + row * n + at, wide, mask=inside)
+
+
+def join(
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    features: torch.Tensor,
+    of_token: torch.Tensor,
+    of_feature: torch.Tensor,
+    eps: float,
+    keep: bool,
+) -> torch.Tensor:  # [T], [vocab, n], [T, n] -> [T, 2n]
+    """The norms of each token's row of `table` and of its feature. With `keep` the latter replaces the feature too."""
+    rows, n = features.shape
+    out = features.new_empty((rows, 2 * n))
+    _join[(rows, 2)](
+        tokens, table, features, of_token, of_feature, out, n, eps, keep, triton.next_power_of_2(n),
+        num_warps=8, **early(out.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _gate(gate_up, out, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
@@ -133,15 +175,15 @@ def rope_store(
 
 
 @triton.jit
-def _share(length, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _share(length, splits, BLOCK: tl.constexpr):
     """Keys a split has: whole blocks. The last splits of a short text have none."""
-    return tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    return tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
 
 
 @triton.jit
 def _attend_split(
-    q, keys, values, positions, firsts, partial, sums, scale,
-    TOGETHER: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    q, keys, values, positions, firsts, partial, sums, scale, splits,
+    TOGETHER: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -151,7 +193,7 @@ def _attend_split(
     group: tl.constexpr = HEADS // KV_HEADS
     length = (tl.load(positions + token + TOGETHER - 1) + 1).to(tl.int32)
     first = tl.load(firsts + token).to(tl.int64)
-    share = _share(length, SPLITS, BLOCK)
+    share = _share(length, splits, BLOCK)
     begin = split * share
     if begin < length:
         end = tl.minimum(begin + share, length)
@@ -178,7 +220,7 @@ def _attend_split(
             mixed = mixed * fade[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
             total = total * fade + tl.sum(weights, 1)
             best = newest
-        place = rows * SPLITS + split
+        place = rows * splits + split
         tl.store(sums + place, tl.where(total > 0, best + tl.log(total), float("-inf")), mask=mine)
         mixed = tl.where(total[:, None] > 0, mixed / total[:, None], 0.0)
         tl.store(partial + place[:, None] * SIZE + at[None], mixed, mask=mine[:, None])
@@ -226,8 +268,8 @@ def attend(
     block = min(128, BLOCK_BYTES // (size * store.itemsize))
     group = max(16, triton.next_power_of_2(heads // kv_heads * together))
     _attend_split[(runs, kv_heads, splits)](
-        q, store[0], store[1], positions, firsts, partial, sums, size**-0.5,
-        together, heads, kv_heads, size, splits, group, block, num_stages=2, **early(q.device),
+        q, store[0], store[1], positions, firsts, partial, sums, size**-0.5, splits,
+        together, heads, kv_heads, size, group, block, num_stages=2, **early(q.device),
     )  # fmt: skip
     out = q.new_empty((tokens, heads * size))
     _attend_merge[(tokens * heads,)](
@@ -237,43 +279,53 @@ def attend(
 
 
 @triton.jit
-def _maxima(logits, best, ids, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _maxima(logits, best, ids, n, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits + row * n + at, mask=at < n, other=float("-inf")).to(tl.float32)
-    highest, where = tl.max(values, 0, return_indices=True)
-    tl.store(best + row * blocks + block, highest)
-    tl.store(ids + row * blocks + block, block * BLOCK + where)
+    at = tl.arange(0, BLOCK)
+    inside = block * BLOCK + at < n
+    values = tl.load(logits + row * n + block * BLOCK + at, mask=inside, other=float("-inf")).to(tl.float32)
+    place = (row * blocks + block) * RANKS
+    for rank in tl.static_range(RANKS):
+        highest, where = tl.max(values, 0, return_indices=True)
+        tl.store(best + place + rank, highest)
+        tl.store(ids + place + rank, block * BLOCK + where)
+        values = tl.where(at == where, float("-inf"), values)
 
 
-def maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [T, n] -> [T, blocks] twice
-    """The highest logit of every block (float32) and its id (int32); of equals the lowest id."""
+def maxima(logits: torch.Tensor, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:  # [T, n] -> [T, candidates] x 2
+    """The `ranks` highest logits of every block (float32) and their ids (int32); of equals the lowest id first."""
     rows, n = logits.shape
     blocks = triton.cdiv(n, 2048)
-    best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
-    _maxima[(rows, blocks)](logits, best, ids, n, 2048, **early(logits.device))
+    best = torch.empty((rows, blocks * ranks), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((rows, blocks * ranks), dtype=torch.int32, device=logits.device)
+    _maxima[(rows, blocks)](logits, best, ids, n, ranks, 2048, **early(logits.device))
     return best, ids
 
 
 @triton.jit
 def _advance(
-    best, ids, tokens, made, positions, steps, blocks, columns, BLOCK: tl.constexpr, PDL: tl.constexpr
+    best, ids, offsets, tokens, made, positions, steps, candidates, columns,
+    RANKS: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
-    values = tl.load(best + row * blocks + at, mask=at < blocks, other=float("-inf"))
-    _, where = tl.max(values, 0, return_indices=True)
-    token = tl.load(ids + row * blocks + tl.minimum(where, blocks - 1)).to(tl.int64)
+    values = tl.load(best + row * candidates + at, mask=at < candidates, other=float("-inf"))
     step = tl.load(steps + row)
-    tl.store(tokens + row, token)
-    tl.store(made + step * columns + row, token)
+    for rank in tl.static_range(RANKS):
+        _, where = tl.max(values, 0, return_indices=True)
+        token = tl.load(ids + row * candidates + tl.minimum(where, candidates - 1)).to(tl.int64)
+        if HAS_OFFSETS:
+            token += tl.load(offsets + token)
+        if rank == 0:
+            tl.store(tokens + row, token)
+        tl.store(made + (step * RANKS + rank) * columns + row, token)
+        values = tl.where(at == where, float("-inf"), values)
     tl.store(positions + row, tl.load(positions + row) + 1)
     tl.store(steps + row, step + 1)
 
@@ -285,13 +337,17 @@ def advance(
     made: torch.Tensor,
     positions: torch.Tensor,
     steps: torch.Tensor,
+    offsets: torch.Tensor | None = None,
 ) -> None:
-    """Ends a step: each row's likeliest token into tokens[row] and made[steps[row], row]; its position and step grow.
+    """Ends a step: each row's likeliest tokens into made[steps[row], :, row]; its position and step grow.
 
-    best and ids [rows, blocks] of `maxima` or gemv.head, made [most steps, columns]; the others int64, one a row.
+    The likeliest of all also into tokens[row], to be fed next. best and ids [rows, candidates] of `maxima` or
+    gemv.head, made [most steps, ranks, columns]; the others int64, one a row. offsets [n] int64: what is added to an
+    id to make it the target's, for a draft vocabulary of its own.
     """
-    rows, blocks = best.shape
+    rows, candidates = best.shape
+    _, ranks, columns = made.shape
     _advance[(rows,)](
-        best, ids, tokens, made, positions, steps, blocks, made.shape[1], triton.next_power_of_2(blocks),
-        num_warps=16, **early(best.device),
+        best, ids, ids if offsets is None else offsets, tokens, made, positions, steps, candidates, columns,
+        ranks, offsets is not None, triton.next_power_of_2(candidates), num_warps=16, **early(best.device),
     )  # fmt: skip
