@@ -43,6 +43,17 @@ def test_the_drafts_figures_are_those_of_the_committed_runs():
         assert (round(found[0], 2), round(found[1], 2)) == (float(ms), float(ratio))
 
 
+def test_the_heads_figures_are_those_of_the_committed_run():
+    runs = json.loads((ROOT / "results" / "eagle3-h200.json").read_text())["runs"]
+    (rows,) = (run["rows"] for run in runs if "eagle3-8b --dtype bfloat16" in run["command"])
+    measured = {(row["batch"], row["k"]): (row["ms"], row["ratio"]) for row in rows if row["context"] == 512}
+    table = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", README, re.M)
+    assert len(table) == 3
+    for batch, first, five, ratio in table:
+        assert round(measured[int(batch), 1][0], 2) == float(first)
+        assert tuple(round(x, 2) for x in measured[int(batch), 5]) == (float(five), float(ratio))
+
+
 def test_the_drafter_and_the_policy_in_it_run():
     scope: dict[str, type] = {}
     for block in blocks("python"):

@@ -98,8 +98,6 @@ def load_drafter(
                 "--drafter eagle3 needs --model, the folder of an EAGLE-3 head, and --target, the folder of the "
                 "verifier's model: the head uses its embeddings"
             )
-        if dtype == "fp8":
-            raise SettingsError("--dtype fp8 is for --drafter causal: a head's weights are few")
         from specdec.draft.drafters.eagle3 import Eagle3Drafter
 
         return Eagle3Drafter(model, target, device=device, dtype=dtype, memory_bytes=int(memory_gb * 2**30))
