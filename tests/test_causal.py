@@ -99,6 +99,17 @@ def small(tmp_path_factory):
     return save(folder, CONFIGS["llama"]), folder
 
 
+def test_ids_the_model_does_not_know_stop_nobodys_drafts(small):
+    """A target may know more: padding, an image's placeholder."""
+    model, folder = small
+    drafter, dice = CausalDrafter(folder), random.Random(4)
+    known = DraftSession(1, 1, words(dice, 9))
+    others = [DraftSession(2, 1, [3, 97, 5, 6]), DraftSession(3, 1, [*words(dice, 8), 100_000])]
+    drafts = drafter.propose([others[0], known, others[1]], [3, 3, 3])
+    assert is_greedy(model, known.tokens, drafts[1], 3)
+    assert [len(ids) for ids in drafts] == [3, 3, 3]
+
+
 def test_a_long_prompt_is_read_in_pieces(small, monkeypatch):
     model, folder = small
     monkeypatch.setattr("specdec.draft.drafters.causal._PASS_TOKENS", 7)

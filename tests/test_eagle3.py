@@ -128,6 +128,18 @@ def test_any_number_of_drafts_may_be_accepted_and_the_batch_does_not_matter(plai
             verifier.verify(ids)
 
 
+def test_ids_the_embedding_lacks_stop_nobodys_drafts(plain):
+    """A head's own embedding may be narrower than its target's, which may be padded or know images."""
+    dice, drafter = random.Random(6), plain.drafter()
+    known, other = (FakeVerifier(plain.target, dice, 9, i) for i in range(2))
+    other.session.tokens[4], other.session.tokens[-1] = VOCABULARY, 100_000
+    for states in other.session.states:
+        object.__setattr__(states, "tokens", tuple(other.session.tokens[: len(states.tokens)]))
+    drafts = drafter.propose([other.session, known.session], [3, 3])
+    assert plain.right(known.session, drafts[1], 3)
+    assert len(drafts[0]) == 3
+
+
 @pytest.mark.parametrize("cut", [1, 7, 64, 1000])
 @pytest.mark.parametrize("ahead", [0, 1, 100])
 def test_drafts_are_the_same_however_the_prompt_was_cut(plain, monkeypatch, cut, ahead):

@@ -117,13 +117,13 @@ def _demo(argv: list[str]) -> int:
 
 
 def _bench(argv: list[str]) -> int:
+    _end_on_sigterm()
     if argv[:1] == ["draft"]:
         from specdec.draft.bench import bench_draft
 
         return bench_draft(argv[1:])
     from specdec.bench import bench
 
-    _end_on_sigterm()
     return bench(argv)
 
 

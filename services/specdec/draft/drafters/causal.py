@@ -157,14 +157,20 @@ class CausalDrafter:
 
     def _feed(self, ids: list[int], spans: Sequence[tuple[Line, Span]]) -> None:
         where = Pass.of([span for _, span in spans], self._device)
-        self._model.hidden(torch.tensor(ids).to(self._device), where, self._pool)
+        tokens = torch.tensor(ids).clamp_(max=self._model.last_id)  # what it does not know stops nobody's drafts
+        self._model.hidden(tokens.to(self._device), where, self._pool)
         for line, span in spans:
             line.cells = span.position + span.count
 
     def _draft(self, lines: Sequence[Line], texts: Sequence[Sequence[int]], steps: Sequence[int]) -> None:
         """Adds `steps[i]` greedy drafts to lines[i], whose cells hold all but its last two tokens."""
         start = time.perf_counter()
-        rows = [Row(line.run.start, line.end, line.tail(text)) for line, text in zip(lines, texts, strict=True)]
+        last_id = self._model.last_id
+        tails = [line.tail(text) for line, text in zip(lines, texts, strict=True)]
+        rows = [
+            Row(line.run.start, line.end, (min(before, last_id), min(last, last_id)))
+            for line, (before, last) in zip(lines, tails, strict=True)
+        ]
         for line, made in zip(lines, self._steps.ranked(rows, steps), strict=True):
             line.ids += [best for best, *_ in made]
             line.runners += [tuple(others) for _, *others in made]

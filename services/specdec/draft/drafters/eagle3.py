@@ -233,7 +233,8 @@ class Eagle3Drafter:
             return
         try:
             rows = torch.cat([tensor_of(piece.states) for piece in pieces]).to(self._device)
-            tokens = torch.tensor([token for piece in pieces for token in piece.following]).to(self._device)
+            ids = torch.tensor([token for piece in pieces for token in piece.following])
+            tokens = ids.clamp_(max=self._head.last_id).to(self._device)
             where = Pass.of([piece.span for piece in pieces], self._device)
             outputs = self._head(tokens, self._head.fuse(rows.to(self._pool.store.dtype)), where, self._pool)
         except Exception:

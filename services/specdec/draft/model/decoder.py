@@ -246,6 +246,7 @@ class CausalModel:
         rope = Rope(config, weights.device)
         self.layers = [Layer(self.shape, rope, weights, f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
         self._embedding = weights.take("model.embed_tokens.weight")  # [vocab, hidden]
+        self.last_id = len(self._embedding) - 1  # a target may know more: padding, an image's placeholder
         self._norm = weights.take("model.norm.weight")
         tied = config.tie_word_embeddings or "lm_head.weight" not in weights
         head = self._embedding if tied else weights.take("lm_head.weight")

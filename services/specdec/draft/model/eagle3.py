@@ -209,6 +209,7 @@ class Eagle3Head:
         self._lm_head = quantized(lm_head) if weights.float8 else Linear(lm_head)
         self._offsets: torch.Tensor | None = None  # [draft vocab] int64: to the target's ids
         drafted, known = len(lm_head), len(self._embedding)
+        self.last_id = known - 1  # of its own a head may have fewer than its target
         if drafted != known:
             self._offsets = weights.take("d2t")
             if len(self._offsets) != drafted:

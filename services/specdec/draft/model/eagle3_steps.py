@@ -76,9 +76,10 @@ class Eagle3GraphSteps(StepGraphs):
         counts = [len(row.following) for row in rows]
         width = next(w for w in self.widths if w >= max(counts))
         tokens, positions, numbers, read = [], [], [], 0
+        last_id = self._head.last_id
         for row, count in zip(rows, counts, strict=True):
             again = width - count
-            tokens += [row.following[0]] * again + [*row.following]
+            tokens += [min(token, last_id) for token in [row.following[0]] * again + [*row.following]]
             positions += [row.cell] * again + [*range(row.cell, row.cell + count)]
             numbers += [read] * again + [*range(read, read + count)]
             for states in row.states:
