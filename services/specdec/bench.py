@@ -35,6 +35,7 @@ class BenchSettings(Settings):
     section: ClassVar[str] = "bench"
 
     drafter: str = Field("ngram", description="as specdec draft --drafter")
+    draft_model: Path | None = Field(None, description="as specdec up --draft-model")
     steps: list[int] = Field([1, 2, 4, 8], description="fixed step counts to run")
     windows: list[int] = Field([1, 2, 4, 8], description="windows to run, at --window-steps")
     window_steps: int = Field(4, ge=1, le=64, description="the step count of the windows' rows")
@@ -99,7 +100,12 @@ def bench(argv: list[str]) -> int:
         # every variant asks the same prompts: with a prefix cache the first one would pay for all
         vllm_args = [*DEMO_VLLM_ARGS, "--no-enable-prefix-caching"]
         with Stack(
-            model, logs.folder, drafter=settings.drafter, verifier_args=stack_args, vllm_args=vllm_args, progress=say
+            *(model, logs.folder),
+            drafter=settings.drafter,
+            draft_model=settings.draft_model,
+            verifier_args=stack_args,
+            vllm_args=vllm_args,
+            progress=say,
         ) as stack:
             plain = Plain(model, logs.folder, vllm_args)
             try:
