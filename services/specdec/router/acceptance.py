@@ -18,7 +18,8 @@ _UNTRIED = 1 - 1 / 600  # what a cycle leaves of what is known of positions it d
 _FIRST = 0.5  # acceptance of the first position before anything is known
 # The changes looked for: a draft stands with odds so many times as good, and the log likelihood ratio at which that is
 # believed. By chance alone at most one cycle in e**9 seems worse; it costs little to find out.
-_BETTER, _WORSE = (8.0, 10.0), (1 / 4, 9.0)
+_BETTER = (8.0, 10.0)
+_WORSE = ((1 / 2, 9.0), (1 / 4, 9.0), (1 / 16, 9.0))
 _BEST = 0.98  # nobody's drafts stand for ever
 
 
@@ -57,7 +58,8 @@ class Acceptance:
     def __init__(self, max_steps: int) -> None:
         self._hits, self._trials = [0.0] * max_steps, [0.0] * max_steps  # by position, decayed
         self.rates = [_FIRST] * max_steps  # conditional acceptance by position
-        self._changes = (_Page(*_BETTER, self.rates), _Page(*_WORSE, self.rates))
+        self._better = _Page(*_BETTER, self.rates)
+        self._worse = [_Page(*worse, self.rates) for worse in _WORSE]
         self._recent = [0.0, 0.0, 0.0]  # hits, hits expected, their variance: decayed fast
         self.stood = [0.0] * (max_steps + 1)  # drafts a session's cycle is expected to get accepted, by step count
         self._estimate()
@@ -89,18 +91,19 @@ class Acceptance:
             variance += trials * rate * (1 - rate)
         recent, keep = self._recent, 1 - 1 / _RECENT
         self._recent = [keep * recent[0] + hits, keep * recent[1] + expected, keep**2 * recent[2] + variance]
-        better, worse = [page.add(hits, tried, self.rates) for page in self._changes]
+        better = self._better.add(hits, tried, self.rates)
+        worse = [page for page in self._worse if page.add(hits, tried, self.rates)]
         if better or worse:
-            page = self._changes[0 if better else 1]
+            page = self._better if better else worse[0]
             self._restart(page.rates, page.hits, page.expected, page.cycles)
         else:
             self._estimate()
-        return better - worse
+        return 1 if better else -1 if worse else 0
 
     @property
     def promise(self) -> float:
         """Evidence, short of proof, that drafts have become better: a log likelihood ratio."""
-        return self._changes[0].sum
+        return self._better.sum
 
     def recent(self, widths: float) -> float:
         """What stood lately over what was expected to, and `widths` standard deviations more."""
@@ -128,7 +131,7 @@ class Acceptance:
             self._hits[i] = min(_BEST, rate * ratio) * self._trials[i]
         self._estimate()
         self._recent = [0.0, 0.0, 0.0]
-        for page in self._changes:
+        for page in (self._better, *self._worse):
             page.clear(self.rates)
 
     def _estimate(self) -> None:
