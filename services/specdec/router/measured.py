@@ -230,7 +230,12 @@ class StepPolicy:
         scout = self._scout(batch, context, rates, seconds)
         if scout is not None:
             return scout
-        if self._wait > 0 or self._credit_s <= 0:
+        if self._wait > 0:
+            return None
+        if self._chosen and self._losses_s[0] < _REFERENCE * self._typical_s * self._cost.age(0, batch, context):
+            self._wait = self._random.randint(8, 16)
+            return 0  # costs next to nothing, and all else is measured against it
+        if self._credit_s <= 0:
             return None
         candidate = self._candidate(batch, context, rates, seconds)
         if candidate is None or self._credit_s < self._losses_s[candidate]:
@@ -254,7 +259,8 @@ class StepPolicy:
         support, now = self._cost.support(batch, context), self._chosen
         hope = [rate / (1 - _UNSEEN / (1 + n)) if n < 3 else 0.0 for rate, n in zip(rates, support, strict=True)]
         hope[now] = 0.0
-        best = max(range(len(hope)), key=hope.__getitem__)
+        known = max((i for i, n in enumerate(support) if n >= 1), default=0)
+        best = max(range(min(len(hope), 2 * known + 2)), key=hope.__getitem__)  # not far beyond what is known
         if hope[best] <= rates[now] * (1 + self._margin):
             return None
         self._allowances[bucket] = left - max(self._losses_s[best], 0.1 * seconds[0])
@@ -263,8 +269,6 @@ class StepPolicy:
     def _candidate(self, batch: int, context: int, rates: list[float], seconds: list[float]) -> int | None:
         now, rate = self._chosen, rates[self._chosen]
         if now and self._cost.doubt(0, batch, context) > _DOUBT and rates[0] * 1.5 > rate:
-            return 0
-        if now and self._losses_s[0] < _REFERENCE * self._typical_s * min(self._cost.age(0, batch, context), _STALE):
             return 0
         hoped = self._acceptance.optimistic(_WIDTHS)
         if (
