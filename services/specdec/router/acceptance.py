@@ -4,7 +4,6 @@ Position i counts as passed when draft i stands, given that i - 1 did. A draft t
 counts as one that fell, so that what a cycle yields is known by what was ordered.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log, sqrt
@@ -38,10 +37,13 @@ class _Page:
         self.sum = self.hits = self.expected = 0.0
         self.cycles = 0
         self.rates = rates
-        self._norms = [log(1 + rate * (self._odds - 1)) for rate in rates]
+        self._norms: list[float] = []  # by position, as far as was needed
 
-    def add(self, hits: int, tried: Sequence[int], rates: Sequence[float]) -> bool:
-        """Whether `hits` in `tried` by position have been too many, or too few, for too long. `rates`: as of now."""
+    def add(self, hits: int, tried: Sequence[int], rates: Sequence[float], proof: float = 1.0) -> bool:
+        """Whether `hits` in `tried` by position have been too many, or too few, for too long. `rates`: as of now;
+        `proof`: the share of the alarm's evidence that is enough."""
+        for rate in self.rates[len(self._norms) : len(tried)]:
+            self._norms.append(log(1 + rate * (self._odds - 1)))
         self.sum += self._tilt * hits - sum(map(mul, tried, self._norms))
         if self.sum <= 0:
             self.clear(rates)
@@ -49,7 +51,7 @@ class _Page:
         self.hits += hits
         self.expected += sum(map(mul, tried, self.rates))
         self.cycles += 1
-        return self.sum > self._alarm
+        return self.sum > self._alarm * proof
 
 
 class Acceptance:
@@ -64,17 +66,18 @@ class Acceptance:
         self.stood = [0.0] * (max_steps + 1)  # drafts a session's cycle is expected to get accepted, by step count
         self._estimate()
 
-    def observe(self, steps: int, accepted: Sequence[int], *, rare: bool = False) -> int:
+    def observe(self, steps: int, accepted: Sequence[int], *, rare: bool = False, proof: float = 1.0) -> int:
         """Learns from a cycle of `steps` drafts in which `accepted` stood, by session.
 
         Returns 1 where that proves a change for the better, -1 for the worse, else 0.
-        `rare`: such cycles are few and far between, so that the older ones are old.
+        `rare`: such cycles are few and far between, so that the older ones are old. `proof`: the share of the usual
+        evidence that proves a change for the worse.
         """
         if not steps or not accepted:
             return 0
         reached = [0] * (steps + 2)  # sessions by drafts that stood; then those that had i or more
-        for count, sessions in Counter(accepted).items():
-            reached[min(count, steps)] += sessions
+        for count in accepted:
+            reached[count if count < steps else steps] += 1
         for i in range(steps - 1, -1, -1):
             reached[i] += reached[i + 1]
         window = _RARE_WINDOW if rare else max(_RARE_WINDOW, _WINDOW / sqrt(len(accepted)))
@@ -92,7 +95,7 @@ class Acceptance:
         recent, keep = self._recent, 1 - 1 / _RECENT
         self._recent = [keep * recent[0] + hits, keep * recent[1] + expected, keep**2 * recent[2] + variance]
         better = self._better.add(hits, tried, self.rates)
-        worse = [page for page in self._worse if page.add(hits, tried, self.rates)]
+        worse = [page for page in self._worse if page.add(hits, tried, self.rates, proof)]
         if better or worse:
             page = self._better if better else worse[0]
             self._restart(page.rates, page.hits, page.expected, page.cycles)

@@ -23,7 +23,8 @@ _ALLOWED_S = 0.02 * _LEDGER_S  # of them, those that may be lost before looking 
 _YOUNG = 150  # cycles of a new policy, in which it may lose _YOUNG_CREDIT plain cycles on looking around
 _YOUNG_CREDIT = 15.0
 _STALE = 1000  # cycles after which a measured cost is as good as none
-_REFERENCE = 0.001  # share of time that may be lost on looking at plain decoding while speculating
+_HASTE = 0.25  # share of the evidence for a fall of acceptance that is waived once all that is allowed was lost
+_REFERENCE = 0.0007  # share of time that may be lost on looking at plain decoding while speculating
 _DOUBT = 0.08  # drift since plain decoding was seen that asks for another look
 _PROMISING = 1.0  # evidence that drafts have become better, from which on probes follow each other
 
@@ -181,7 +182,8 @@ class StepPolicy:
         if not report.accepted:
             return
         self._share = len(report.accepted) / report.batch
-        if self._acceptance.observe(report.steps, report.accepted, rare=not self._chosen) > 0:
+        proof = 1 - _HASTE * min(1.0, self._short_s / _ALLOWED_S)
+        if self._acceptance.observe(report.steps, report.accepted, rare=not self._chosen, proof=proof) > 0:
             self._credit_s = max(self._credit_s, _CREDIT_CYCLES * self._typical_s)  # the probes have paid off
 
     def _enter(self, i: int, report: CycleReport) -> None:
@@ -271,9 +273,7 @@ class StepPolicy:
         if now and self._cost.doubt(0, batch, context) > _DOUBT and rates[0] * 1.5 > rate:
             return 0
         hoped = self._acceptance.optimistic(_WIDTHS)
-        if (
-            not now
-        ):  # drafts must be tried to see that they have become good: where that promises most for what it costs
+        if not now:  # drafts must be tried to be seen to have become good: where that promises most for what it costs
             best, best_score = 1, 0.0
             for i, k in enumerate(self._choices[1:], 1):
                 gain = batch * (1 + self._share * hoped[k]) / seconds[i] / rate - 1
