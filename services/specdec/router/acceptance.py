@@ -16,7 +16,8 @@ _RECENT = 40  # cycles that count as recent
 _UNTRIED = 1 - 1 / 600  # what a cycle leaves of what is known of positions it did not reach
 _FIRST = 0.5  # acceptance of the first position before anything is known
 # The changes looked for: a draft stands with odds so many times as good, and the log likelihood ratio at which that is
-# believed. By chance alone at most one cycle in e**9 seems worse; it costs little to find out.
+# believed. By chance alone at most one cycle in e**9 seems worse to one of them; it costs little to find out. A fall by
+# half takes long to prove with the odds of a fall to a sixteenth, and the other way round.
 _BETTER = (8.0, 10.0)
 _WORSE = ((1 / 2, 9.0), (1 / 4, 9.0), (1 / 16, 9.0))
 _BEST = 0.98  # nobody's drafts stand for ever
