@@ -78,6 +78,26 @@ def test_looking_for_better_costs_at_most_one_percent(seed):
     assert fake.tokens / fake.seconds >= 0.99 * 1000 / fake.plain_ms
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_ten_seconds_after_drafts_have_become_worse_lose_at_most_three_percent(seed):
+    fake = FakeCycles(StepPolicy(5, seed=seed), plain_ms=11, width_ms=2.5, draft_ms=1.5, seed=seed)
+    fake.run(800, 0.6)
+    fake.seconds = fake.tokens = 0.0
+    while fake.seconds < 10:
+        fake.run(1, 0.35)
+    assert fake.tokens / fake.seconds >= 0.965 * 1000 / fake.plain_ms  # chance included
+
+
+def test_plain_decoding_is_looked_at_often_where_it_is_about_as_good():
+    fake = FakeCycles(StepPolicy(4), plain_ms=10, width_ms=3, draft_ms=0.2)
+    fake.run(400, 0.36)
+    close = fake.run(1000, 0.36).count(0)
+    far = FakeCycles(StepPolicy(4), **FAST_DRAFT)
+    far.run(400, 0.9)
+    assert close >= 25
+    assert 0 < far.run(1000, 0.9).count(0) < 15
+
+
 def test_one_slow_cycle_changes_nothing():
     fake = FakeCycles(StepPolicy(8), **FAST_DRAFT)
     fake.run(300, 0.85)

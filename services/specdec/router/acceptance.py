@@ -4,7 +4,6 @@ Position i counts as passed when draft i stands, given that i - 1 did. A draft t
 counts as one that fell, so that what a cycle yields is known by what was ordered.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log, sqrt
@@ -17,8 +16,10 @@ _RECENT = 40  # cycles that count as recent
 _UNTRIED = 1 - 1 / 600  # what a cycle leaves of what is known of positions it did not reach
 _FIRST = 0.5  # acceptance of the first position before anything is known
 # The changes looked for: a draft stands with odds so many times as good, and the log likelihood ratio at which that is
-# believed. By chance alone at most one cycle in e**9 seems worse; it costs little to find out.
-_BETTER, _WORSE = (8.0, 10.0), (1 / 4, 9.0)
+# believed. By chance alone at most one cycle in e**9 seems worse to one of them; it costs little to find out. A fall by
+# half takes long to prove with the odds of a fall to a sixteenth, and the other way round.
+_BETTER = (8.0, 10.0)
+_WORSE = ((1 / 2, 9.0), (1 / 4, 9.0), (1 / 16, 9.0))
 _BEST = 0.98  # nobody's drafts stand for ever
 
 
@@ -37,10 +38,13 @@ class _Page:
         self.sum = self.hits = self.expected = 0.0
         self.cycles = 0
         self.rates = rates
-        self._norms = [log(1 + rate * (self._odds - 1)) for rate in rates]
+        self._norms: list[float] = []  # by position, as far as was needed
 
-    def add(self, hits: int, tried: Sequence[int], rates: Sequence[float]) -> bool:
-        """Whether `hits` in `tried` by position have been too many, or too few, for too long. `rates`: as of now."""
+    def add(self, hits: int, tried: Sequence[int], rates: Sequence[float], proof: float = 1.0) -> bool:
+        """Whether `hits` in `tried` by position have been too many, or too few, for too long. `rates`: as of now;
+        `proof`: the share of the alarm's evidence that is enough."""
+        for rate in self.rates[len(self._norms) : len(tried)]:
+            self._norms.append(log(1 + rate * (self._odds - 1)))
         self.sum += self._tilt * hits - sum(map(mul, tried, self._norms))
         if self.sum <= 0:
             self.clear(rates)
@@ -48,7 +52,7 @@ class _Page:
         self.hits += hits
         self.expected += sum(map(mul, tried, self.rates))
         self.cycles += 1
-        return self.sum > self._alarm
+        return self.sum > self._alarm * proof
 
 
 class Acceptance:
@@ -57,22 +61,24 @@ class Acceptance:
     def __init__(self, max_steps: int) -> None:
         self._hits, self._trials = [0.0] * max_steps, [0.0] * max_steps  # by position, decayed
         self.rates = [_FIRST] * max_steps  # conditional acceptance by position
-        self._changes = (_Page(*_BETTER, self.rates), _Page(*_WORSE, self.rates))
+        self._better = _Page(*_BETTER, self.rates)
+        self._worse = [_Page(*worse, self.rates) for worse in _WORSE]
         self._recent = [0.0, 0.0, 0.0]  # hits, hits expected, their variance: decayed fast
         self.stood = [0.0] * (max_steps + 1)  # drafts a session's cycle is expected to get accepted, by step count
         self._estimate()
 
-    def observe(self, steps: int, accepted: Sequence[int], *, rare: bool = False) -> int:
+    def observe(self, steps: int, accepted: Sequence[int], *, rare: bool = False, proof: float = 1.0) -> int:
         """Learns from a cycle of `steps` drafts in which `accepted` stood, by session.
 
         Returns 1 where that proves a change for the better, -1 for the worse, else 0.
-        `rare`: such cycles are few and far between, so that the older ones are old.
+        `rare`: such cycles are few and far between, so that the older ones are old. `proof`: the share of the usual
+        evidence that proves a change for the worse.
         """
         if not steps or not accepted:
             return 0
         reached = [0] * (steps + 2)  # sessions by drafts that stood; then those that had i or more
-        for count, sessions in Counter(accepted).items():
-            reached[min(count, steps)] += sessions
+        for count in accepted:
+            reached[count if count < steps else steps] += 1
         for i in range(steps - 1, -1, -1):
             reached[i] += reached[i + 1]
         window = _RARE_WINDOW if rare else max(_RARE_WINDOW, _WINDOW / sqrt(len(accepted)))
@@ -89,18 +95,19 @@ class Acceptance:
             variance += trials * rate * (1 - rate)
         recent, keep = self._recent, 1 - 1 / _RECENT
         self._recent = [keep * recent[0] + hits, keep * recent[1] + expected, keep**2 * recent[2] + variance]
-        better, worse = [page.add(hits, tried, self.rates) for page in self._changes]
+        better = self._better.add(hits, tried, self.rates)
+        worse = [page for page in self._worse if page.add(hits, tried, self.rates, proof)]
         if better or worse:
-            page = self._changes[0 if better else 1]
+            page = self._better if better else worse[0]
             self._restart(page.rates, page.hits, page.expected, page.cycles)
         else:
             self._estimate()
-        return better - worse
+        return 1 if better else -1 if worse else 0
 
     @property
     def promise(self) -> float:
         """Evidence, short of proof, that drafts have become better: a log likelihood ratio."""
-        return self._changes[0].sum
+        return self._better.sum
 
     def recent(self, widths: float) -> float:
         """What stood lately over what was expected to, and `widths` standard deviations more."""
@@ -128,7 +135,7 @@ class Acceptance:
             self._hits[i] = min(_BEST, rate * ratio) * self._trials[i]
         self._estimate()
         self._recent = [0.0, 0.0, 0.0]
-        for page in self._changes:
+        for page in (self._better, *self._worse):
             page.clear(self.rates)
 
     def _estimate(self) -> None:

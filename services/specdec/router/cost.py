@@ -7,6 +7,7 @@ what was measured in buckets of (k, batch, context), times one factor for what d
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import log2
 from statistics import median
 
@@ -18,7 +19,7 @@ _MEMORY = 40  # cycles a bucket averages over
 _KNOWN = 15  # cycles after which a bucket can tell drift from its own error
 _CLIP = 0.3  # a cycle further off than this counts as this far: a hiccup must not poison
 _RUN = 4  # cycles in a row beyond the clip, on one side, that are no hiccup
-_DRIFT = 0.07  # share of a cycle's error that is drift
+_DRIFT = 0.04  # share of a cycle's error that is drift; more would let the error of one bucket pass for it
 _REFIT = 64  # cycles between fits
 _MAX_CELLS = 192
 _SPREAD = 0.6  # how far a bucket's error speaks for others, in doublings of tokens, batch and context
@@ -40,6 +41,7 @@ def draft_features(steps: int, batch: float, context: float) -> tuple[float, ...
     return float(steps > 0), float(steps), steps * batch
 
 
+@lru_cache(4096)
 def batch_bucket(batch: float) -> int:
     """Exact up to 8, then four a doubling."""
     return round(batch) if batch <= 8 else 8 + round(4 * log2(batch / 8))
@@ -177,6 +179,7 @@ class Surface:
         y = np.array([c.mean_s for c in cells])
         trust = np.array([c.cycles for c in cells]) * 0.5 ** ((self._now - np.array([c.at for c in cells])) / _AGE)
         self._fit_cells = (x, y, trust, np.array([(c.steps, c.batch, c.context) for c in cells]))
+        self._fit_keys = np.array(list(self._cells))  # [cells, (steps, batch bucket, context bucket)]
         size = float(np.average(y, weights=trust))
         scale = np.maximum(np.abs(x).max(axis=0), 1e-12)
         prior = np.array(self._prior(size)) * scale  # in seconds at the largest value seen
@@ -211,8 +214,8 @@ class Surface:
         )
         apart = apart / _SPREAD**2 + 1.0 * ((steps > 0)[:, None] != (at[:, 0] > 0)[None])
         near = trust * np.exp(-apart)  # [choices, cells]
-        bucket = (batch_bucket(batch), context_bucket(context))
-        here = np.array([(batch_bucket(b), context_bucket(c)) == bucket for _, b, c in at.tolist()])
+        keys = self._fit_keys
+        here = (keys[:, 1] == batch_bucket(batch)) & (keys[:, 2] == context_bucket(context))
         own = (steps[:, None] == at[:, 0][None]) & here[None]
         others = np.where(own, 0.0, near)
         shared = (others @ errors) / (others.sum(1) + 0.5)

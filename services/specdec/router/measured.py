@@ -18,9 +18,13 @@ _UNSEEN = 0.4  # share by which a cycle's length may be overestimated where noth
 _SCOUTING = 2.5  # plain cycles that may be lost on finding that out, in each doubling of the batch
 _WIDTHS = 1.5  # standard deviations by which acceptance may be better than it looks, where trying is concerned
 _LOSING_WIDTHS = 1.2  # ... and better than it was lately, where speculation is to be kept
+_LEDGER_S = 10.0  # seconds that losses against plain decoding are remembered
+_ALLOWED_S = 0.02 * _LEDGER_S  # of them, those that may be lost before looking around has to wait
 _YOUNG = 150  # cycles of a new policy, in which it may lose _YOUNG_CREDIT plain cycles on looking around
 _YOUNG_CREDIT = 15.0
 _STALE = 1000  # cycles after which a measured cost is as good as none
+_HASTE = 0.1  # share of the evidence for a fall of acceptance that is waived once all that is allowed was lost
+_REFERENCE = 0.0007  # share of time that may be lost on looking at plain decoding while speculating
 _DOUBT = 0.08  # drift since plain decoding was seen that asks for another look
 _PROMISING = 1.0  # evidence that drafts have become better, from which on probes follow each other
 
@@ -112,6 +116,7 @@ class StepPolicy:
         self._newest_s: list[float] = []  # a cycle of each choice, when last asked
         self._losses_s: list[float] = []  # of it, what the choice loses against the chosen one
         self._typical_s = 0.0
+        self._short_s = 0.0  # lost against plain decoding in the last _LEDGER_S
         self.forecast: Forecast | None = None  # of the newest choice
         self.probes = 0  # cycles ordered to learn, not to gain
         self.switches = 0
@@ -164,6 +169,7 @@ class StepPolicy:
             spent = min(report.cycle_s, 2 * self._newest_s[i])  # a hiccup is not the probe's fault
             self._credit_s -= spent - (report.batch + sum(report.accepted)) / self.forecast.rate
         self._cycles += 1
+        self._enter(i, report)
         if self._cycles == 2:
             self._credit_s = _YOUNG_CREDIT * self._typical_s
         elif self._cycles > _YOUNG:
@@ -176,8 +182,18 @@ class StepPolicy:
         if not report.accepted:
             return
         self._share = len(report.accepted) / report.batch
-        if self._acceptance.observe(report.steps, report.accepted, rare=not self._chosen) > 0:
+        proof = 1 - _HASTE * min(1.0, self._short_s / _ALLOWED_S)
+        if self._acceptance.observe(report.steps, report.accepted, rare=not self._chosen, proof=proof) > 0:
             self._credit_s = max(self._credit_s, _CREDIT_CYCLES * self._typical_s)  # the probes have paid off
+
+    def _enter(self, i: int, report: CycleReport) -> None:
+        """The ledger: what cycles with drafts took longer than plain ones for as many tokens would have. What is won
+        makes up for what was lost, but is not saved."""
+        self._short_s *= max(0.0, 1 - report.cycle_s / _LEDGER_S)
+        if i and self.forecast is not None and self._cycles > _YOUNG:
+            spent = min(report.cycle_s, 2 * self._newest_s[i])  # a hiccup is not the drafts' fault
+            plain_s = self._newest_s[0] * (1 + sum(report.accepted) / report.batch)
+            self._short_s = max(0.0, self._short_s + spent - plain_s)
 
     def _reconsider(self, rates: list[float], best: int) -> None:
         """Changes the choice where the gain is worth it: a little after a while, or a lot at once."""
@@ -188,6 +204,8 @@ class StepPolicy:
         gain = rates[best] / rates[now] - 1
         # never slower than plain decoding: speculation has to promise more to begin than to go on, but not to end
         margin = self._margin * (1.0 if best and now else 1.5 if best else 0.25)
+        if best and not now and self._short_s > _ALLOWED_S / 2:
+            return
         if gain > margin and (self._since >= self._dwell or gain > 0.1):
             self._chosen, self._since = best, 0
             self.switches += 1
@@ -195,12 +213,15 @@ class StepPolicy:
     def _losing(self, rates: list[float]) -> bool:
         """Whether drafts have lately stood so rarely that plain decoding is faster, chance allowed for."""
         stood = self._share * self._acceptance.stood[self._choices[self._chosen]]
-        lately = stood * min(1.0, self._acceptance.recent(_LOSING_WIDTHS))
+        widths = _LOSING_WIDTHS if self._short_s < _ALLOWED_S else 0.0  # no more benefit of the doubt
+        lately = stood * min(1.0, self._acceptance.recent(widths))
         return rates[self._chosen] * (1 + lately) / (1 + stood) < rates[0] <= rates[self._chosen]
 
     def _probe(self, batch: int, context: int, rates: list[float], seconds: list[float]) -> int | None:
         """The index of another choice that is worth a try now, if any is."""
         if len(rates) == 1:
+            return None
+        if not self._chosen and self._short_s > _ALLOWED_S:
             return None
         if self._credit_s > -_DEBT_CYCLES * self._typical_s:  # what cannot wait until it has been saved for
             if not self._chosen and self._acceptance.promise > _PROMISING and self._could_pay(rates[0], batch, seconds):
@@ -211,7 +232,12 @@ class StepPolicy:
         scout = self._scout(batch, context, rates, seconds)
         if scout is not None:
             return scout
-        if self._wait > 0 or self._credit_s <= 0:
+        if self._wait > 0:
+            return None
+        if self._chosen and self._losses_s[0] < _REFERENCE * self._typical_s * self._cost.age(0, batch, context):
+            self._wait = self._random.randint(8, 16)
+            return 0  # costs next to nothing, and all else is measured against it
+        if self._credit_s <= 0:
             return None
         candidate = self._candidate(batch, context, rates, seconds)
         if candidate is None or self._credit_s < self._losses_s[candidate]:
@@ -235,7 +261,8 @@ class StepPolicy:
         support, now = self._cost.support(batch, context), self._chosen
         hope = [rate / (1 - _UNSEEN / (1 + n)) if n < 3 else 0.0 for rate, n in zip(rates, support, strict=True)]
         hope[now] = 0.0
-        best = max(range(len(hope)), key=hope.__getitem__)
+        known = max((i for i, n in enumerate(support) if n >= 1), default=0)
+        best = max(range(min(len(hope), 2 * known + 2)), key=hope.__getitem__)  # not far beyond what is known
         if hope[best] <= rates[now] * (1 + self._margin):
             return None
         self._allowances[bucket] = left - max(self._losses_s[best], 0.1 * seconds[0])
@@ -246,9 +273,7 @@ class StepPolicy:
         if now and self._cost.doubt(0, batch, context) > _DOUBT and rates[0] * 1.5 > rate:
             return 0
         hoped = self._acceptance.optimistic(_WIDTHS)
-        if (
-            not now
-        ):  # drafts must be tried to see that they have become good: where that promises most for what it costs
+        if not now:  # drafts must be tried to be seen to have become good: where that promises most for what it costs
             best, best_score = 1, 0.0
             for i, k in enumerate(self._choices[1:], 1):
                 gain = batch * (1 + self._share * hoped[k]) / seconds[i] / rate - 1
