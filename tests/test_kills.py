@@ -468,7 +468,8 @@ def kill_real(
                 campaign.measure()
         assert until(lambda: not processes_with(mark), GONE_S)
         assert not segment_path(stack.pair).exists()
-        assert not [path for path in folder.iterdir() if path.is_dir()], "sockets of an engine"
+        # of all the verifiers' folders at most the last one's, if it had to be killed: a next one would remove it
+        assert len(list(folder.glob("specdec-vllm-*"))) <= 1
         assert until(lambda: not semaphores() - before, GONE_S)
     return Report(campaign.kills, [])
 
