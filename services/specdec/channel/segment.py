@@ -10,6 +10,7 @@ import os
 import re
 import struct
 import time
+from dataclasses import fields
 from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,7 @@ from specdec.errors import ChannelError, SegmentInUse, SegmentMismatch, SegmentM
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "specdec-"
+_SIZES = tuple(field.name for field in fields(Layout))  # the identity has a field for each
 _LOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -110,7 +112,7 @@ class Segment:
             segment = cls(fd, path, layout, Role.OWNER)
             identity = np.zeros(1, IDENTITY)
             identity["magic"], identity["version"] = MAGIC, VERSION
-            for size in ("max_sessions", "max_steps", "frame_tokens", "states_mb"):
+            for size in _SIZES:
                 identity[size] = getattr(layout, size)
             identity["layout_hash"], identity["size"] = layout.hash, layout.size
             identity["owner_pid"], identity["owner_start"] = os.getpid(), start_ticks(os.getpid())
@@ -280,8 +282,7 @@ def _read_layout(fd: int, path: Path) -> Layout:
     if len(raw) < IDENTITY.itemsize or not _is_segment(fd):
         raise SegmentMismatch(f"{path} is not a specdec segment")
     identity = np.frombuffer(raw, IDENTITY)[0]
-    sizes = ("max_sessions", "max_steps", "frame_tokens", "states_mb")
-    layout = Layout(*(int(identity[size]) for size in sizes))
+    layout = Layout(*(int(identity[size]) for size in _SIZES))
     if int(identity["version"]) != VERSION or int(identity["layout_hash"]) != layout.hash:
         raise SegmentMismatch(
             f"{path} has layout version {identity['version']}, this process speaks {VERSION} "

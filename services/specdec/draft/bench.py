@@ -5,16 +5,12 @@ measured in the same run. What the ratio to it leaves is launches, gaps and arit
 """
 
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,16 +21,16 @@ from pydantic import Field
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 from transformers import AutoConfig
 
-import specdec
 from specdec.channel.states import States
 from specdec.draft.drafters import Drafter, DraftSession, load_drafter
 from specdec.draft.model.decoder import Shape
 from specdec.draft.model.eagle3 import layer_config, plain_name
 from specdec.draft.model.kv import SMALLEST, KvPool
-from specdec.draft.model.weights import Weights
+from specdec.draft.model.weights import Weights, computed_in
 from specdec.draft.random_models import HEADS, SHAPES, write_random, write_random_head
 from specdec.errors import SettingsError
 from specdec.heads import aux_layers_of, read_config, text_config
+from specdec.origin import origin
 from specdec.settings import Settings
 
 COPIES = 4  # timed as one, so that launching the first of them counts little
@@ -133,7 +129,7 @@ class Work:
         sizes = _sizes(folder)
         if not config.tie_word_embeddings and "lm_head.weight" in sizes:
             sizes.pop("model.embed_tokens.weight", None)  # of an embedding only the tokens' rows are read
-        cell = KvPool.cell_bytes(config.num_hidden_layers, *_kv(Shape(config)), _computed_in(dtype))
+        cell = KvPool.cell_bytes(config.num_hidden_layers, *_kv(Shape(config)), computed_in(dtype))
         return cls(_itemsize(dtype) * sum(sizes.values()), cell)
 
     @classmethod
@@ -147,7 +143,7 @@ class Work:
         if "lm_head.weight" not in every:
             its = text_config(read_config(target))
             every["lm_head.weight"] = its["vocab_size"] * its["hidden_size"]
-        kind = _computed_in(dtype)
+        kind = computed_in(dtype)
         cell = KvPool.cell_bytes(config.num_hidden_layers, *_kv(Shape(config)), kind)
         opening = kind.itemsize * sum(sizes.get(name, 0) for name in fed)
         return cls(_itemsize(dtype) * sum(every.values()), cell, opening)
@@ -240,13 +236,8 @@ def _kv(shape: Shape) -> tuple[int, int]:
     return shape.kv_heads, shape.head_size
 
 
-def _computed_in(dtype: str) -> torch.dtype:
-    kind: torch.dtype = getattr(torch, "bfloat16" if dtype == "fp8" else dtype)
-    return kind
-
-
 def _itemsize(dtype: str) -> int:  # of a weight
-    return 1 if dtype == "fp8" else _computed_in(dtype).itemsize
+    return 1 if dtype == "fp8" else computed_in(dtype).itemsize
 
 
 def _work(folders: Folders, settings: BenchDraftSettings) -> Work | None:
@@ -268,7 +259,7 @@ def _states(folders: Folders, settings: BenchDraftSettings) -> States | None:
         return None
     its = text_config(read_config(folders.target))
     layers = aux_layers_of(read_config(folders.model), its["num_hidden_layers"])
-    made = torch.randn((PIECE, len(layers) * its["hidden_size"])).to(_computed_in(settings.dtype))
+    made = torch.randn((PIECE, len(layers) * its["hidden_size"])).to(computed_in(settings.dtype))
     raw = (made.view(torch.uint16) if made.dtype == torch.bfloat16 else made).numpy()
     return States(0, (0,) * PIECE, raw, str(made.dtype).removeprefix("torch."))
 
@@ -292,24 +283,11 @@ def _run(rows: list[Variant], drafter: Drafter, settings: BenchDraftSettings, vo
 def _result(
     rows: list[Variant], work: Work | None, bandwidth: float, settings: BenchDraftSettings, argv: list[str]
 ) -> dict[str, Any]:
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
     cuda = settings.device.startswith("cuda")
+    of = origin(["specdec", "bench", "draft", *argv], "torch", "transformers")
+    of["machine"]["device"] = torch.cuda.get_device_name(settings.device) if cuda else "cpu"
     return {
-        "command": " ".join(["specdec", "bench", "draft", *argv]),
-        "commit": git.stdout.strip() or None,
-        "versions": {
-            "specdec": specdec.__version__,
-            "torch": version("torch"),
-            "transformers": version("transformers"),
-        },
-        "machine": {
-            "arch": platform.machine(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "device": torch.cuda.get_device_name(settings.device) if cuda else "cpu",
-        },
+        **of,
         "bandwidth_gb_s": round(bandwidth / 1e9, 1),
         "weights_mb": None if work is None else round(work.weights / 1e6, 1),
         "rows": [_row(row, work, bandwidth, settings.drafter) for row in rows],

@@ -20,7 +20,7 @@ from specdec.draft.model.decoder import CausalModel, Pass, Span
 from specdec.draft.model.kv import SMALLEST, KvPool
 from specdec.draft.model.steps import EagerSteps, GraphSteps, Row
 from specdec.draft.model.tokenizer import vocabulary_of
-from specdec.draft.model.weights import Weights
+from specdec.draft.model.weights import Weights, computed_in
 from specdec.draft.runahead import MOST_BRANCHES, RANKS, AheadCounts, Guess, RunAhead
 from specdec.errors import CheckpointError, SettingsError
 
@@ -47,10 +47,9 @@ class CausalDrafter:
     ) -> None:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} is no model folder: it has no config.json")
-        float8 = dtype == "fp8"  # only the weights: keys, values and what is computed are bfloat16
-        kind: torch.dtype = getattr(torch, "bfloat16" if float8 else dtype)
+        kind = computed_in(dtype)
         self._device, self._max_steps = torch.device(device), max_steps
-        weights = Weights(folder, self._device, kind, float8=float8)
+        weights = Weights(folder, self._device, kind, float8=dtype == "fp8")
         self._model = CausalModel(AutoConfig.from_pretrained(folder), weights)
         self.vocabulary = vocabulary_of(folder)
         shape = self._model.shape

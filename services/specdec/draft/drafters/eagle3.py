@@ -25,6 +25,7 @@ from specdec.draft.model.eagle3 import Eagle3Head
 from specdec.draft.model.eagle3_steps import Eagle3GraphSteps, Reading, tensor_of
 from specdec.draft.model.kv import SMALLEST, Holders, KvPool, Run
 from specdec.draft.model.tokenizer import vocabulary_of
+from specdec.draft.model.weights import computed_in
 from specdec.errors import SettingsError
 
 _PASS_TOKENS = 2048  # more in one pass would make other sessions wait
@@ -106,10 +107,9 @@ class Eagle3Drafter:
         max_batch: int = 64,
         max_steps: int = 8,
     ) -> None:
-        float8 = dtype == "fp8"  # only the weights: keys, values and what is computed are bfloat16
-        kind: torch.dtype = getattr(torch, "bfloat16" if float8 else dtype)
+        kind = computed_in(dtype)
         self._device, self._max_batch, self._max_steps = torch.device(device), max_batch, max_steps
-        self._head = Eagle3Head(folder, target, self._device, kind, float8=float8)
+        self._head = Eagle3Head(folder, target, self._device, kind, float8=dtype == "fp8")
         self.aux_layers = self._head.aux_layers
         self.vocabulary = vocabulary_of(folder, target)
         shape, layers = self._head.shape, self._head.layers

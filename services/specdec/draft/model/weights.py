@@ -12,6 +12,12 @@ from safetensors import safe_open
 from specdec.errors import CheckpointError
 
 
+def computed_in(dtype: str) -> torch.dtype:
+    """What `--dtype` computes in: with fp8 only the weights are float8, all else is bfloat16."""
+    kind: torch.dtype = getattr(torch, "bfloat16" if dtype == "fp8" else dtype)
+    return kind
+
+
 class Weights:
     """The tensors of a transformers folder: `model.safetensors`, or the shards of `model.safetensors.index.json`.
 
