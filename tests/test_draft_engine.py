@@ -1,11 +1,8 @@
 """draft/engine.py and draft/service.py: outcomes in, proposals out, and the draft's process as it comes and goes."""
 
-import contextlib
 import itertools
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -40,6 +37,7 @@ from specdec.draft.engine import DraftEngine
 from specdec.draft.service import memory_gb
 from specdec.draft.settings import DraftSettings
 from specdec.errors import SettingsError, SetupError, VocabularyMismatch
+from specdec.stack import free_ports
 from specdec.telemetry import DraftMetrics
 from specdec.vocabulary import Vocabulary
 
@@ -398,19 +396,11 @@ def test_the_loop_ends_when_another_verifier_has_taken_the_name(verifier):
 # ---- the process
 
 
-def free_port():
-    """Below those that the kernel gives to whoever connects somewhere, so that nobody takes it in the meantime."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-
 class DraftProcess:
     """`specdec draft`, as it is started by hand or by Kubernetes."""
 
     def __init__(self, pair):
-        port = free_port()
+        port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "specdec", "draft", "--pair", pair, "--health-port", str(port)]
         env = {**os.environ, "PYTHONPATH": str(Path(specdec.__file__).parents[1])}
