@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import httpx
@@ -29,8 +30,48 @@ class Answer:
     rejected: int = 0
 
 
-def decode_counts(verifier_url: str) -> tuple[int, int]:
-    """(tokens, cycles) of all the cycles a pair has run so far, once no session is open. Raises AnswerError."""
+@dataclass(frozen=True)
+class Decoded:
+    """What a pair's cycles did. Entry i of `proposed` and `accepted` is about position i + 1 of the proposals."""
+
+    tokens: int
+    cycles: int
+    proposed: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+    def __sub__(self, before: "Decoded") -> "Decoded":
+        return Decoded(
+            self.tokens - before.tokens,
+            self.cycles - before.cycles,
+            _differences(self.proposed, before.proposed),
+            _differences(self.accepted, before.accepted),
+        )
+
+    def __add__(self, more: "Decoded") -> "Decoded":
+        return self - (Decoded(0, 0) - more)
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens a cycle, over all cycles; None before the first."""
+        return self.tokens / self.cycles if self.cycles else None
+
+    @property
+    def stood(self) -> list[float]:
+        """By position: of the drafts proposed there, how many stood."""
+        return [a / p for a, p in zip(self.accepted, self.proposed, strict=False) if p]
+
+    @property
+    def draft_length(self) -> float | None:
+        """Tokens a cycle that had drafts to verify."""
+        return 1 + sum(self.accepted) / self.proposed[0] if self.proposed and self.proposed[0] else None
+
+
+def _differences(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip_longest(now, before, fillvalue=0))
+
+
+def decoded(verifier_url: str) -> Decoded:
+    """All the cycles a pair has run so far, once no session is open. Raises AnswerError."""
     until = time.monotonic() + 5
     while True:
         try:
@@ -39,8 +80,31 @@ def decode_counts(verifier_url: str) -> tuple[int, int]:
             raise AnswerError(f"{verifier_url}: {error}") from error
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("specdec_"))
         if float(values["specdec_sessions"]) == 0 or time.monotonic() > until:
-            return int(float(values["specdec_accept_length_sum"])), int(float(values["specdec_accept_length_count"]))
+            proposed, accepted = (
+                _by_position(values, f"specdec_{what}_at_position_total") for what in ("proposed", "accepted")
+            )
+            tokens, cycles = (int(float(values[f"specdec_accept_length_{of}"])) for of in ("sum", "count"))
+            return Decoded(tokens, cycles, proposed, accepted)
         time.sleep(0.02)
+
+
+def own_decoded(vllm_url: str) -> Decoded:
+    """The same of vLLM's own speculation: its cycles with drafts, by position; no tokens. Raises AnswerError."""
+    try:
+        text = httpx.get(f"{vllm_url}/metrics", timeout=5, trust_env=False).text
+    except httpx.HTTPError as error:
+        raise AnswerError(f"{vllm_url}: {error}") from error
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:spec_decode_num_")]
+    accepted = [int(float(value)) for name, value in lines if "accepted_tokens_per_pos_total" in name]
+    drafts = sum(int(float(value)) for name, value in lines if "num_drafts_total" in name)
+    return Decoded(0, 0, (drafts,) * len(accepted), tuple(accepted))
+
+
+def _by_position(values: dict[str, str], name: str) -> tuple[int, ...]:
+    found: list[int] = []
+    while (value := values.get(f'{name}{{position="{len(found) + 1}"}}')) is not None:
+        found.append(int(float(value)))
+    return tuple(found)
 
 
 def stream_chat(url: str, model: str, prompt: str, **parameters: Any) -> Iterator[tuple[str, list[int], Answer]]:

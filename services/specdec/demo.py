@@ -8,11 +8,11 @@ from typing import ClassVar
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from specdec.client import Answer, chat, decode_counts, stream_chat
+from specdec.client import Answer, chat, decoded, stream_chat
 from specdec.model import NAME as MODEL
 from specdec.model import demo_model
 from specdec.settings import Settings
-from specdec.stack import DEMO_VLLM_ARGS, Plain, Stack, log_folder, say
+from specdec.stack import DEMO_VLLM_ARGS, Plain, Stack, demo_draft, log_folder, say
 
 _QUESTION = (
     "Here is a Python function:\n\ndef area(width, height):\n    return width * height\n\n"
@@ -28,7 +28,7 @@ class DemoSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="SPECDEC_DEMO_")
     section: ClassVar[str] = "demo"
 
-    drafter: str = Field("ngram", description="as specdec draft --drafter")
+    drafter: str = Field("eagle3", description="as specdec draft --drafter; eagle3 is the demo model's own head")
     max_tokens: int = Field(128, ge=2, le=1024, description="longest answer to each of the twelve prompts")
 
 
@@ -45,7 +45,10 @@ def demo(argv: list[str]) -> int:
     model = demo_model()
     with log_folder() as logs:
         say(f"logs in {logs.folder} until all is well")
-        with Stack(model, logs.folder, drafter=settings.drafter, vllm_args=DEMO_VLLM_ARGS, progress=say) as stack:
+        drafter, head = demo_draft(settings.drafter, None)
+        with Stack(
+            model, logs.folder, drafter=drafter, draft_model=head, vllm_args=DEMO_VLLM_ARGS, progress=say
+        ) as stack:
             say("starting plain vLLM, without any plug-in")
             plain = Plain(model, logs.folder, DEMO_VLLM_ARGS)
             try:
@@ -94,7 +97,7 @@ def _compare(plain_url: str, stack: Stack, settings: DemoSettings) -> dict[str, 
     identical = True
     for url in (plain_url, stack.url):  # first requests pay for lazy set-up on either side
         chat(url, MODEL, "Hello!", temperature=0, max_tokens=8)
-    tokens_before, cycles_before = decode_counts(stack.verifier_url)
+    before = decoded(stack.verifier_url)
     for number, prompt in enumerate(prompts()):
         sides = [("plain", plain_url), ("stack", stack.url)]
         answers = {}
@@ -108,7 +111,7 @@ def _compare(plain_url: str, stack: Stack, settings: DemoSettings) -> dict[str, 
             f"{number + 1:2}/12 {prompt['kind']:9} plain {_rate(answers['plain']):5.1f} tok/s, "
             f"stack {_rate(answers['stack']):5.1f} tok/s, {'identical' if same else 'DIFFERENT'}"
         )
-    tokens, cycles = decode_counts(stack.verifier_url)
+    accept_length = (decoded(stack.verifier_url) - before).accept_length
     tok_s, baseline = _rate(sums["stack"]), _rate(sums["plain"])
     return {
         "ok": identical,
@@ -117,7 +120,7 @@ def _compare(plain_url: str, stack: Stack, settings: DemoSettings) -> dict[str, 
         "tok_s": round(tok_s, 1),
         "baseline_tok_s": round(baseline, 1),
         "speedup": round(tok_s / baseline, 3),
-        "accept_length": round((tokens - tokens_before) / max(1, cycles - cycles_before), 3),
+        "accept_length": round(accept_length or 1, 3),
         "identical": identical,
     }
 

