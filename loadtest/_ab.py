@@ -94,7 +94,7 @@ def _block(load: Load, plan: Plan, name: str, rate: float, block: int, seconds: 
         for sample in load.converse(conversation, due, start, **fields):
             samples.append(replace(sample, variant=name, rate=rate, block=block))
 
-    play(schedule, one, lambda: False)
+    play(schedule, start, one)
     return samples
 
 
@@ -118,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--exact-output", action="store_true", help="answers go on to their length (vLLM's ignore_eos)")
     parse.add_argument("--no-cache-salt", action="store_true", help="for servers that refuse vLLM's cache_salt")
     parse.add_argument("--out", type=Path, default=Path("loadtest-ab"), help="the report's folder (loadtest-ab)")
+    parse.add_argument("--print", action="store_true", help="print the report too, for where its folder is lost")
     return parse
 
 
@@ -138,9 +139,11 @@ def ab(argv: Sequence[str]) -> int:
             salted=not options.no_cache_salt,
         )
         plan.check()
-        lengths = [Lengths.parse(text) if text else None for text in (options.input_tokens, options.output_tokens)]
+        given, answered = (
+            Lengths.parse(text) if text else None for text in (options.input_tokens, options.output_tokens)
+        )
         fields: dict[str, Any] = {"ignore_eos": True} if options.exact_output else {}
-        load = Load(Target(options.host, options.api_key), Prompts(plan.seed, *lengths), options.model, fields)
+        load = Load(Target(options.host, options.api_key), Prompts(plan.seed, given, answered), options.model, fields)
         load.prepare()
     except ValueError as error:
         raise SetupError(f"--rates and --steps are numbers with commas between: {error}") from error
@@ -161,6 +164,8 @@ def ab(argv: Sequence[str]) -> int:
         for sample in samples:
             print(json.dumps(asdict(sample)), file=file)
     print(write(options.out), flush=True)
+    if options.print:
+        print((options.out / "report.md").read_text(), flush=True)
     _say(f"the report is {options.out / 'report.md'}")
     return int(any(sample.status == FAILED for sample in samples))
 

@@ -41,12 +41,18 @@ def _poisson(rate: float, start_s: float, end_s: float, rng: random.Random) -> l
     return times
 
 
-def play(schedule: Sequence[float], one: Callable[[int, float], None], stopping: Callable[[], bool]) -> None:
+def play(
+    schedule: Sequence[float],
+    start: float,
+    one: Callable[[int, float], None],
+    stopping: Callable[[], bool] = lambda: False,
+) -> None:
     """Calls `one(number, due)` at each time of a schedule, each in a thread of its own, and waits for all of them.
 
-    `due` is the instant of time.perf_counter. Under locust, whose patches turn threads into greenlets, it is the same.
+    `start` and `due` are instants of time.perf_counter. Under locust, whose patches turn threads into greenlets, it is
+    the same.
     """
-    threads, start = [], time.perf_counter()
+    threads = []
     for number, at in enumerate(schedule):
         while (left := start + at - time.perf_counter()) > 0 and not stopping():
             time.sleep(min(left, 0.5))

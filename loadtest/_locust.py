@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-import gevent
 import locust.stats
 from locust import LoadTestShape, User, task
 from locust.env import Environment
@@ -46,6 +45,7 @@ class Run:
         self._numbers: dict[str, int] = {}
         try:
             self.load = new_load(options, environment.host or "")
+            self.schedule = [] if options.arrivals == CLOSED else schedule(options)
             if not isinstance(environment.runner, MasterRunner):  # it sends nothing
                 self.load.prepare()
         except SetupError as error:
@@ -82,7 +82,8 @@ class Run:
         past the total; a 429 is one of them, since it is neither an answer nor a fault.
         """
         self.samples.append(sample)
-        self.unsent.append(sample)
+        if isinstance(self.environment.runner, WorkerRunner):
+            self.unsent.append(sample)
         milliseconds, entry = sample.total_s * 1000, self.environment.stats.get
         if sample.status == REJECTED:
             entry(sample.kind, "429").log(milliseconds, 0)  # type: ignore[arg-type]
@@ -106,25 +107,14 @@ class Run:
     def play(self, kinds: list[tuple[str, float]]) -> None:
         """The open loop's whole schedule; `kinds` with their weights."""
         rng = random.Random(f"{self.options.seed}/kinds")
-        schedule = self.schedule()
-        names = rng.choices([kind for kind, _ in kinds], [weight for _, weight in kinds], k=len(schedule))
+        names = rng.choices([kind for kind, _ in kinds], [weight for _, weight in kinds], k=len(self.schedule))
 
         def one(number: int, due: float) -> None:
             for _ in self.converse(names[number], number, due):
                 pass
 
-        play(schedule, one, self.stopping)
+        play(self.schedule, time.perf_counter(), one, self.stopping)
         self.played = True
-
-    def schedule(self) -> list[float]:
-        """When requests arrive, in seconds from the start. Raises SetupError."""
-        options = self.options
-        if options.arrivals == "trace":
-            return [row.arrival_s for row in read_trace(Path(options.trace))]
-        rates = [float(rate) for rate in str(options.rate).split(",")]
-        return arrivals(
-            options.arrivals, rates, float(options.run_time or 60), options.burst, f"{options.seed}/arrivals"
-        )
 
     def summary(self) -> str:
         """The figures, of everything and by kind."""
@@ -141,8 +131,6 @@ class RequestFailed(Exception):
 
 def new_load(options: Namespace, host: str) -> Load:
     """The load that locust's options describe. Raises SetupError."""
-    if options.arrivals == "trace" and not options.trace:
-        raise SetupError("--arrivals trace needs --trace FILE")
     prompts = Prompts(
         options.seed,
         Lengths.parse(options.input_tokens) if options.input_tokens else None,
@@ -153,6 +141,19 @@ def new_load(options: Namespace, host: str) -> Load:
     if options.speculative:
         fields["speculative"] = speculative(options.speculative)
     return Load(Target(host, options.api_key or ""), prompts, options.model or "", fields)
+
+
+def schedule(options: Namespace) -> list[float]:
+    """When requests of an open loop arrive, in seconds from the start. Raises SetupError."""
+    if options.arrivals == "trace":
+        if not options.trace:
+            raise SetupError("--arrivals trace needs --trace FILE")
+        return [row.arrival_s for row in read_trace(Path(options.trace))]
+    try:
+        rates = [float(rate) for rate in options.rate.split(",")]
+    except ValueError as error:
+        raise SetupError(f"--rate: {error}") from error
+    return arrivals(options.arrivals, rates, float(options.run_time or 60), options.burst, f"{options.seed}/arrivals")
 
 
 def speculative(value: str) -> str | dict[str, int]:
@@ -189,7 +190,7 @@ class Conversing(User):
             return
         for sample in run.converse(self.kind, run.number(self.kind), time.perf_counter()):
             if sample.status == REJECTED:
-                gevent.sleep(min(sample.retry_after_s or 1.0, 60.0))
+                time.sleep(min(sample.retry_after_s or 1.0, 60.0))
 
 
 class OpenLoop(LoadTestShape):
@@ -201,7 +202,8 @@ class OpenLoop(LoadTestShape):
     def tick(self) -> tuple[int, float] | None:
         """One user, until the schedule's last answer."""
         run = Conversing.run_
-        return None if self.get_run_time() > 1 and run is not None and (run.played or run.trouble) else (1, 1.0)
+        begun = self.get_run_time() > 1  # type: ignore[no-untyped-call]  # before that, `run` may be an earlier one
+        return None if begun and run is not None and (run.played or run.trouble) else (1, 1.0)
 
 
 def add_arguments(parser: Any) -> None:
@@ -229,19 +231,22 @@ def set_up(environment: Environment) -> None:
     """What is done once locust knows its options."""
     options = environment.parsed_options
     assert options is not None
+    locust.stats.STATS_TYPE_WIDTH = len("time per token")
     locust.stats.bucket_response_time = bucket  # type: ignore[assignment]  # its docs say to replace it
-    if not environment.stop_timeout:
+    several = isinstance(environment.runner, MasterRunner | WorkerRunner)
+    if not environment.stop_timeout and not several:  # a worker of several is idle for as long after each test
         environment.stop_timeout = _DRAIN_S  # else answers under way at the end, the long ones, would not be counted
     if not options.user_classes and not options.class_picker:
         environment.user_classes[:] = [user for user in environment.user_classes if user.__name__ == "Mixed"]
     if options.arrivals != CLOSED:
-        if isinstance(environment.runner, MasterRunner | WorkerRunner):
+        if several:
             raise SystemExit("an open loop runs in one process: leave out --processes, --master and --worker")
         shape = type("Arrivals", (OpenLoop,), {"abstract": False})()
         shape.runner = environment.runner
         environment.shape_class = shape
     environment.events.test_start.add_listener(_started)
-    environment.events.test_stop.add_listener(_stopped)
+    # a master has its workers' last samples only shortly before it quits
+    (environment.events.quitting if several else environment.events.test_stop).add_listener(_stopped)
     environment.events.report_to_master.add_listener(_tell)
     environment.events.worker_report.add_listener(_told)
 
