@@ -147,7 +147,7 @@ def ab(argv: Sequence[str]) -> int:
         load.prepare()
     except ValueError as error:
         raise SetupError(f"--rates and --steps are numbers with commas between: {error}") from error
-    _say(f"{load.model} at {options.host}: {', '.join(plan.variants)}; about {plan.seconds / 60:.0f} minutes")
+    _say(f"{load.model} at {options.host}: {', '.join(plan.variants)}; about {plan.seconds / 60:.1f} minutes")
     began = time.strftime("%Y-%m-%d %H:%M:%S %z")
     samples = compare(load, plan, _say)
     run = {

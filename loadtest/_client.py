@@ -107,6 +107,7 @@ class Target:
     api_key: str = ""
     timeout_s: float = 600.0  # of silence
     _idle: list[tuple[float, http.client.HTTPConnection]] = field(default_factory=list)
+    _tls: ssl.SSLContext = field(default_factory=ssl.create_default_context)  # once: it reads all authorities
 
     def models(self) -> list[dict[str, Any]]:
         """What the server serves. Raises SetupError."""
@@ -190,8 +191,7 @@ class Target:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{self.url!r} is not an http:// or https:// address")
         if parts.scheme == "https":
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=self.timeout_s, context=context)
+            return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=self.timeout_s, context=self._tls)
         return http.client.HTTPConnection(parts.hostname, parts.port, timeout=self.timeout_s)
 
     def _keep(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:

@@ -71,7 +71,7 @@ def of(samples: Iterable[Sample], figure: Callable[[Sample], float | None]) -> l
 
 def mean(values: Sequence[float]) -> float:
     """The mean of values that are not none."""
-    return sum(values) / len(values)
+    return math.fsum(values) / len(values)
 
 
 Group = Sequence[Sample]

@@ -9,7 +9,6 @@ Ranged = tuple[float, tuple[float, float] | None]  # a value and its interval
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 420, 260, 64, 34, 44  # of a panel, in pixels
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
-_COLUMNS = 3
 
 
 @dataclass(frozen=True)
@@ -33,16 +32,17 @@ class Whiskers:
 
 def curves(panels: Sequence[Curves]) -> str:
     """The SVG's text."""
-    return _page([_curves(panel) for panel in panels], list(dict.fromkeys(name for p in panels for name in p.lines)))
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    return _page([_curves(panel, names) for panel in panels], names, len(panels))
 
 
-def whiskers(panels: Sequence[Whiskers]) -> str:
+def whiskers(panels: Sequence[Whiskers], columns: int) -> str:
     """The SVG's text."""
-    return _page([_whiskers(panel) for panel in panels], list(dict.fromkeys(name for p in panels for name in p.values)))
+    names = list(dict.fromkeys(name for panel in panels for name in panel.values))
+    return _page([_whiskers(panel, names) for panel in panels], names, columns)
 
 
-def _page(panels: Sequence[list[str]], names: Sequence[str]) -> str:
-    columns = min(_COLUMNS, max(1, len(panels)))
+def _page(panels: Sequence[list[str]], names: Sequence[str], columns: int) -> str:
     rows = -(-len(panels) // columns)
     width, height = max(columns * _WIDTH, 480), rows * _HEIGHT + 30
     parts = [
@@ -60,10 +60,10 @@ def _page(panels: Sequence[list[str]], names: Sequence[str]) -> str:
 
 
 def _colour(names: Sequence[str], name: str) -> str:
-    return _COLOURS[list(names).index(name) % len(_COLOURS)]
+    return _COLOURS[names.index(name) % len(_COLOURS)]
 
 
-def _curves(panel: Curves) -> list[str]:
+def _curves(panel: Curves, names: Sequence[str]) -> list[str]:
     points = [point for line in panel.lines.values() for point in line]
     to_x, x_ticks = _axis([x for x, _ in points], _LEFT, _WIDTH - 14)
     to_y, y_ticks = _axis([y for _, y in points], _HEIGHT - _BOTTOM, _TOP)
@@ -72,26 +72,25 @@ def _curves(panel: Curves) -> list[str]:
         parts.append(f'<text x="{to_x(tick):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<text x="{(_LEFT + _WIDTH) / 2}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(panel.x)}</text>')
     for name, line in panel.lines.items():
-        colour = _colour(list(panel.lines), name)
+        colour = _colour(names, name)
         path = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in line)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         parts += [f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="3.5" fill="{colour}"/>' for x, y in line]
     return parts
 
 
-def _whiskers(panel: Whiskers) -> list[str]:
+def _whiskers(panel: Whiskers, names: Sequence[str]) -> list[str]:
     shown = [ranged for by_label in panel.values.values() for ranged in by_label.values()]
     highest = [value for value, _ in shown] + [between[1] for _, between in shown if between]
     to_y, ticks = _axis(highest, _HEIGHT - _BOTTOM, _TOP)
     parts = [*_frame(panel.title, panel.y, to_y, ticks)]
     labels = list(dict.fromkeys(label for by_label in panel.values.values() for label in by_label))
-    names = list(panel.values)
     group = (_WIDTH - 14 - _LEFT) / max(1, len(labels))
     for i, label in enumerate(labels):
         middle = _LEFT + group * (i + 0.5)
         parts.append(f'<text x="{middle:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{escape(label)}</text>')
         for j, name in enumerate(names):
-            if label not in panel.values[name]:
+            if label not in panel.values.get(name, {}):
                 continue
             value, between = panel.values[name][label]
             x, colour = middle + (j - (len(names) - 1) / 2) * min(16.0, group / (len(names) + 1)), _colour(names, name)

@@ -1,6 +1,7 @@
 """An A/B run's report, from its samples alone: report.md, result.json and the plots."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def _cell(rate: float, variant: str, groups: Sequence[Group], both: Sequence[Gro
     return Cell(
         rate,
         variant,
-        Figures.of(pooled(groups), sum(wall_s(group) for group in groups)),
+        Figures.of(pooled(groups), math.fsum(wall_s(group) for group in groups)),
         times,
         total,
         estimate(lambda drawn: accept_length(pooled(drawn)), groups),
@@ -110,7 +111,7 @@ def _quantile(groups: Sequence[Group], figure: Callable[[Sample], float | None],
 
 
 def _total_rate(groups: Sequence[Group]) -> float:
-    return Figures.of(pooled(groups), sum(wall_s(group) for group in groups)).total_rate
+    return Figures.of(pooled(groups), math.fsum(wall_s(group) for group in groups)).total_rate
 
 
 def _speed(groups: Sequence[Group], variant: str) -> float | None:
@@ -161,8 +162,10 @@ def write(folder: Path) -> str:
     result = {**run, "verdict": sentence, "cells": [asdict(cell) for cell in found]}
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     (folder / "throughput-latency.svg").write_text(_plot.curves(_curve_panels(found)))
-    (folder / "percentiles.svg").write_text(_plot.whiskers(_percentile_panels(found)))
-    (folder / "accept-length.svg").write_text(_plot.whiskers(_accept_panels(found)))
+    (folder / "percentiles.svg").write_text(
+        _plot.whiskers(_percentile_panels(found), len({cell.rate for cell in found}))
+    )
+    (folder / "accept-length.svg").write_text(_plot.whiskers(_accept_panels(found), 1))
     (folder / "report.md").write_text(_markdown(run, found, samples, sentence))
     return sentence
 
