@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import locust.stats
 from locust import LoadTestShape, User, task
 from locust.env import Environment
-from locust.runners import MasterRunner, WorkerRunner
+from locust.runners import STATE_CLEANUP, STATE_STOPPED, STATE_STOPPING, MasterRunner, WorkerRunner
 
 from loadtest._arrivals import SHAPES, arrivals, play
 from loadtest._client import FAILED, OK, REJECTED, Sample, SetupError, Target
@@ -23,7 +23,7 @@ from loadtest._prompts import MIXED, Lengths, Prompts, read_trace
 
 CLOSED = "closed"
 _DRAIN_S = 120.0  # how long answers that have begun may take when a run ends
-_SHARED_SEED = 1 << 20  # conversations a user may hold before it comes to those of the next
+_APART = 1 << 20  # conversations between the first number of one of locust's processes and the next one's
 log = logging.getLogger(__name__)
 
 
@@ -55,13 +55,13 @@ class Run:
     def stopping(self) -> bool:
         """The test is being stopped."""
         runner = self.environment.runner
-        return runner is None or runner.state in ("stopping", "stopped", "cleanup", "missing")
+        return runner is None or runner.state in (STATE_CLEANUP, STATE_STOPPED, STATE_STOPPING)
 
     def number(self, kind: str) -> int:
         """The next conversation's. Each of locust's processes has numbers of its own."""
         index = getattr(self.environment.runner, "worker_index", 0) or 0
         self._numbers[kind] = self._numbers.get(kind, -1) + 1
-        return int(index) * _SHARED_SEED + self._numbers[kind]
+        return int(index) * _APART + self._numbers[kind]
 
     def converse(self, kind: str, number: int, due: float) -> Iterator[Sample]:
         """Holds a conversation and records its requests."""
@@ -106,7 +106,7 @@ class Run:
 
     def play(self, kinds: list[tuple[str, float]]) -> None:
         """The open loop's whole schedule; `kinds` with their weights."""
-        rng = random.Random(f"{self.options.seed}/kinds")
+        kinds, rng = sorted(kinds), random.Random(f"{self.options.seed}/kinds")  # locust's order is any
         names = rng.choices([kind for kind, _ in kinds], [weight for _, weight in kinds], k=len(self.schedule))
 
         def one(number: int, due: float) -> None:
@@ -221,7 +221,9 @@ def add_arguments(parser: Any) -> None:
     add("exact-output", action="store_true", help="answers go on to their length (vLLM's ignore_eos)")
     add("trace", default="", help="a CSV file: arrival (seconds), input, output (tokens); its lengths are used")
     add("think", type=float, default=1.0, help="seconds a user of a closed loop waits between conversations")
-    add("arrivals", default=CLOSED, choices=[CLOSED, *SHAPES, "trace"], help="the loop: closed, or open with arrivals")
+    # The page has no field for it: locust asks for the shape before it has read the form.
+    about = {"choices": [CLOSED, *SHAPES, "trace"], "include_in_web_ui": False}
+    add("arrivals", default=CLOSED, help="the loop: closed, or open with arrivals", **about)
     add("rate", default="1", help="arrivals a second of an open loop; for steps several: 1,2,4")
     add("burst", type=int, default=8, help="arrivals at once in bursts")
     add("samples", default="", help="write every request's times and counts to this file (JSON lines)")

@@ -54,26 +54,50 @@ def true_times(sent: Sequence[Sent]) -> dict[str, list[float]]:
     }
 
 
-def compare(figures: Figures, sent: Sequence[Sent], wall: float) -> None:
-    """Fails where a figure is more than 5 % from what the server did."""
+def errors(figures: Figures, sent: Sequence[Sent], wall: float) -> dict[str, float]:
+    """How far each figure is from what the server did, as a share of that, less what a busy machine explains."""
     whole = [s for s in sent if s.fault in ("", *SHAPES)]
     rejected = sum(s.fault == "429" for s in sent)
-    assert (figures.requests, figures.answered) == (len(sent), len(whole))
-    assert (figures.rejected, figures.failed) == (rejected, len(sent) - len(whole) - rejected)
-    assert figures.prompt_tokens == sum(s.prompt_tokens for s in whole)
-    assert figures.completion_tokens == sum(s.tokens for s in whole)
-    for name, values in true_times(whole).items():
-        spread, slack = getattr(figures, name), {"per_token": SLACK_S / 6, "stream_rate": 0.5}.get(name, SLACK_S)
+    counts = {
+        "requests": len(sent),
+        "answered": len(whole),
+        "rejected": rejected,
+        "failed": len(sent) - len(whole) - rejected,
+        "prompt_tokens": sum(s.prompt_tokens for s in whole),
+        "completion_tokens": sum(s.tokens for s in whole),
+    }
+    found = {name: abs(getattr(figures, name) - true) / max(1, true) for name, true in counts.items()}
+    late = 2 * SLACK_S / wall
+    rates = {
+        "wall_s": wall,
+        "total_rate": sum(s.tokens for s in whole) / wall,
+        "request_rate": len(whole) / wall,
+        "accept_length": 1 + sum(s.accepted for s in whole) / sum(s.cycles for s in whole),
+    }
+    found |= {name: abs(getattr(figures, name) / true - 1) - late for name, true in rates.items()}
+    times = true_times(whole)
+    slack = {"per_token": SLACK_S / 6, "stream_rate": SLACK_S * max(times["stream_rate"]) / min(times["end_to_end"])}
+    for name, values in times.items():
         for label, true in (("mean", mean(values)), *((f"p{q}", percentile(values, q / 100)) for q in (50, 90, 99))):
-            got = getattr(spread, label)
-            near = 0.05 * true + slack * (3 if label == "p99" else 1)  # the worst of few, on a machine that is busy
-            assert abs(got - true) <= near, f"{name} {label}: {got} for {true}"
-    assert figures.accept_length == pytest.approx(
-        1 + sum(s.accepted for s in whole) / sum(s.cycles for s in whole), rel=0.05
-    )
-    assert figures.wall_s == pytest.approx(wall, rel=0.05)
-    assert figures.total_rate == pytest.approx(sum(s.tokens for s in whole) / wall, rel=0.05)
-    assert figures.request_rate == pytest.approx(len(whole) / wall, rel=0.05)
+            got, explained = getattr(getattr(figures, name), label), slack.get(name, SLACK_S)
+            found[f"{name} {label}"] = (abs(got - true) - explained) / true
+    return found
+
+
+def compare(figures: Figures, sent: Sequence[Sent], wall: float) -> None:
+    """Fails where a figure is more than 5 % from what the server did."""
+    wrong = {name: round(error, 3) for name, error in errors(figures, sent, wall).items() if error > 0.05}
+    assert not wrong, wrong
+
+
+def attempts(check: Callable[[], None], times: int = 4) -> None:
+    """Fails if a check fails each time: a machine that is busy makes some late, a fault of the load test all."""
+    for left in reversed(range(times)):
+        try:
+            return check()
+        except AssertionError:
+            if not left:
+                raise
 
 
 def true_wall(sent: Sequence[Sent]) -> float:
@@ -95,20 +119,32 @@ def measured(fake: FakeOpenAI, requests: int, **fields: Any) -> tuple[Figures, l
 
 @pytest.mark.parametrize("speculative", ["off", "auto", {"steps": 3}], ids=str)
 def test_figures_are_what_the_server_did(speculative: Any):
-    with FakeOpenAI(0.3).serving() as fake:
-        figures, sent = measured(fake, 6, speculative=speculative)
-    assert {str(s.body["speculative"]) for s in sent} == {str(speculative)}
-    compare(figures, sent, true_wall(sent))
+    def check() -> None:
+        with FakeOpenAI().serving() as fake:
+            figures, sent = measured(fake, 6, speculative=speculative)
+        assert {str(s.body["speculative"]) for s in sent} == {str(speculative)}
+        compare(figures, sent, true_wall(sent))
+
+    attempts(check)
 
 
 FAULT_MIX = ("", "429", "", "error event", "no [DONE]", "no finish reason", "close", "crlf")
 
 
-def test_figures_leave_out_what_failed_and_count_429_apart():
+def mixed() -> tuple[Figures, list[Sent], float]:
+    """Figures of eight requests of which four fail in some way, what the server did, and its time for all."""
     with FakeOpenAI(fault=lambda number: FAULT_MIX[number % 8]).serving() as fake:
         figures, sent = measured(fake, 8)
-    assert (figures.answered, figures.rejected, figures.failed) == (4, 1, 3)
-    compare(figures, sent, true_wall([s for s in sent if s.done]))
+    return figures, sent, true_wall([s for s in sent if s.done])
+
+
+def test_figures_leave_out_what_failed_and_count_429_apart():
+    def check() -> None:
+        figures, sent, wall = mixed()
+        assert (figures.answered, figures.rejected, figures.failed) == (4, 1, 3)
+        compare(figures, sent, wall)
+
+    attempts(check)
 
 
 # ---- mutants: a load test with a well-known fault is found out by the comparison above
@@ -159,7 +195,7 @@ def the_prompts_pass_is_a_cycle(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_figures, "accept_length", mutant)
 
 
-def an_answer_ends_with_its_headers(patch: pytest.MonkeyPatch) -> None:
+def an_answer_ends_with_its_first_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_figures, "end_to_end", lambda sample: sample.first_s)
 
 
@@ -168,23 +204,23 @@ def a_rate_is_per_answer(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "mutate",
+    ("mutate", "figure"),
     [
-        role_event_is_a_token,
-        an_event_is_a_token,
-        errors_in_streams_pass,
-        a_429_is_a_failure,
-        the_prompts_pass_is_a_cycle,
-        an_answer_ends_with_its_headers,
-        a_rate_is_per_answer,
+        (role_event_is_a_token, "first_token p50"),
+        (an_event_is_a_token, "per_token p50"),
+        (errors_in_streams_pass, "failed"),
+        (a_429_is_a_failure, "rejected"),
+        (the_prompts_pass_is_a_cycle, "accept_length"),
+        (an_answer_ends_with_its_first_token, "end_to_end p50"),
+        (a_rate_is_per_answer, "stream_rate p50"),
     ],
 )
-def test_a_load_test_that_is_wrong_is_found_out(monkeypatch: pytest.MonkeyPatch, mutate: Callable[..., None]):
-    with FakeOpenAI(cycle_s=0.04, fault=lambda number: FAULT_MIX[number % 8]).serving() as fake:
-        mutate(monkeypatch)
-        figures, sent = measured(fake, 8)
-    with pytest.raises(AssertionError):
-        compare(figures, sent, true_wall([s for s in sent if s.done]))
+def test_a_load_test_that_is_wrong_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None], figure: str
+):
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError, match=figure):
+        compare(*mixed())
 
 
 # ---- one request
@@ -219,9 +255,12 @@ def test_an_answer_that_is_not_whole_is_no_success(fault: str):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_answer_framed_otherwise_is_timed_alike(shape: str):
-    with FakeOpenAI(0.15, 0.04, fault=lambda number: shape).serving() as fake:
-        figures, sent = measured(fake, 2)
-    compare(figures, sent, true_wall(sent))
+    def check() -> None:
+        with FakeOpenAI(fault=lambda number: shape).serving() as fake:
+            figures, sent = measured(fake, 2)
+        compare(figures, sent, true_wall(sent))
+
+    attempts(check)
 
 
 def test_a_server_that_is_not_there_is_a_failure_and_not_an_exception():
@@ -492,29 +531,38 @@ def samples_of(folder: Path) -> list[Sample]:
 
 
 def test_a_comparison_reports_what_the_server_did(tmp_path: Path):
-    with FakeOpenAI(0.15, 0.05).serving() as fake:
-        args = ["--rates", "5", "--steps", "3", "--blocks", "2", "--block-s", "1", "--warm-s", "0", "--kind", "chat"]
-        result = ab(fake.url, tmp_path, *args, "--output-tokens", "4-9")
-    samples = samples_of(tmp_path)
+    def check() -> None:
+        with FakeOpenAI().serving() as fake:
+            args = ["--rates", "5", "--steps", "3", "--blocks", "2", "--block-s", "1", "--warm-s", "0"]
+            result = ab(fake.url, tmp_path, *args, "--kind", "chat", "--output-tokens", "4-9")
+        samples = samples_of(tmp_path)
+        check_blocks(samples, fake)
+        check_report(tmp_path, result)
+        check_cells(result, samples, fake)
+
+    attempts(check, 3)
+
+
+def check_cells(result: dict[str, Any], samples: Sequence[Sample], fake: FakeOpenAI) -> None:
+    """Figures, estimates and the ratio to off against what the server did."""
+    true_speed: list[float] = []
     for cell in result["cells"]:
         mine = [sample for sample in samples if sample.variant == cell["variant"]]
         sent = [fake.sent[sample.id] for sample in mine]
         walls = [true_wall([fake.sent[s.id] for s in mine if s.block == block]) for block in (0, 1)]
         spreads = {name: _figures.Spread(**cell["figures"][name]) for name in true_times(sent)}
         compare(Figures(**{**cell["figures"], **spreads}), sent, sum(walls))
+        true_speed.append(mean(true_times(sent)["per_token"]))
         assert cell["total_rate"]["value"] == cell["figures"]["total_rate"]
         for name, of in (("first token", "first_token"), ("time per token", "per_token"), ("end to end", "end_to_end")):
-            assert {q: e["value"] for q, e in cell["times"][name].items()} == {
-                q: cell["figures"][of][q] for q in ("p50", "p90", "p99")
-            }
-            assert all(e["interval"][0] <= e["value"] <= e["interval"][1] for e in cell["times"][name].values())
-    per_token = [mean(true_times([fake.sent[s.id] for s in samples if s.variant == v])["per_token"]) for v in VARIANTS]
-    assert [cell["speed"]["value"] for cell in result["cells"]] == pytest.approx(
-        [per_token[0] / each for each in per_token], rel=0.05
-    )
+            estimates = cell["times"][name]
+            assert {q: e["value"] for q, e in estimates.items()} == {q: cell["figures"][of][q] for q in estimates}
+            assert list(estimates) == ["p50", "p90", "p99"]
+            assert all(e["interval"][0] <= e["value"] <= e["interval"][1] for e in estimates.values())
+    speed = [cell["speed"]["value"] for cell in result["cells"]]
+    assert speed == pytest.approx([true_speed[0] / each for each in true_speed], rel=0.05)
+    assert speed[2] > speed[1] > speed[0] == 1
     assert result["verdict"].startswith("Speculation pays at every rate measured")
-    check_blocks(samples, fake)
-    check_report(tmp_path, result)
 
 
 VARIANTS = ["off", "auto", "k = 3"]
@@ -602,47 +650,48 @@ def locust(url: str, folder: Path, *args: str, timeout_s: float = 90) -> subproc
 
 def test_locusts_closed_loop_reports_what_the_server_did(tmp_path: Path):
     faults = {3: "429", 6: "error event", 9: "no [DONE]"}
-    with FakeOpenAI(0.15, 0.04, fault=lambda number: faults.get(number, "")).serving() as fake:
-        args = ["-u", "4", "-r", "100", "-t", "4s", "--output-tokens", "5-9", "--think", "0.1", "Chat", "Code"]
-        done = locust(fake.url, tmp_path, *args)
-    assert done.returncode == 1, done.stderr  # two requests failed
-    samples = samples_of(tmp_path)
-    sent = [fake.sent[sample.id] for sample in samples]
-    # those under way at the end too; but locust may cut off a user that wakes just then
-    assert 20 < len(fake.sent) - 1 <= len(sent) <= len(fake.sent)
-    compare(Figures.of(samples, wall_s(samples)), sent, true_wall([s for s in sent if s.done]))
-    check_summary(done.stdout, sent)
-    check_rows(json.loads((tmp_path / "stats.json").read_text()), samples, sent)
+
+    def check() -> None:
+        with FakeOpenAI(fault=lambda number: faults.get(number, "")).serving() as fake:
+            args = ["-u", "4", "-r", "100", "-t", "3s", "--output-tokens", "5-9", "--think", "0.1", "Chat", "Code"]
+            done = locust(fake.url, tmp_path, *args)
+        assert done.returncode == 1, done.stderr  # two requests failed
+        samples = samples_of(tmp_path)
+        # those under way at the end too; but locust may cut off a user that wakes just then
+        assert 10 < len(fake.sent) - 1 <= len(samples) <= len(fake.sent)
+        check_summary(done.stdout, Figures.of(samples, wall_s(samples)))
+        check_rows(json.loads((tmp_path / "stats.json").read_text()), samples)
+        sent = [fake.sent[sample.id] for sample in samples]
+        compare(Figures.of(samples, wall_s(samples)), sent, true_wall([s for s in sent if s.done]))
+
+    attempts(check, 3)
 
 
-def check_summary(text: str, sent: Sequence[Sent]) -> None:
+def check_summary(text: str, figures: Figures) -> None:
     """What is printed at the end."""
-    whole = [s for s in sent if not s.fault]
     head, tokens, first, each, *_ = text[text.index("all: ") :].splitlines()
-    assert f"{len(sent)} requests" in head
-    assert f"{len(whole)} answered, 1 rejected (429), 2 failed" in head
-    assert f"{sum(s.tokens for s in whole)} out" in tokens
-    assert float(first.split()[4]) == pytest.approx(1000 * mean(true_times(whole)["first_token"]), rel=0.05, abs=20)
-    assert float(each.split()[5]) == pytest.approx(1000 * mean(true_times(whole)["per_token"]), rel=0.05, abs=3)
+    assert f"{figures.answered} answered, 1 rejected (429), 2 failed" in head
+    assert f"{figures.completion_tokens} out" in tokens
+    assert figures.first_token is not None
+    assert figures.per_token is not None
+    assert f"mean {figures.first_token.mean * 1000:.1f} " in first
+    assert f"p99 {figures.per_token.p99 * 1000:.1f} " in each
 
 
-def check_rows(rows: list[dict[str, Any]], samples: Sequence[Sample], sent: Sequence[Sent]) -> None:
+def check_rows(rows: list[dict[str, Any]], samples: Sequence[Sample]) -> None:
     """Locust's own statistics: whole requests, and rows of their own for the rest."""
-    kinds = {sample.id: sample.kind for sample in samples}
     by_name = {(row["name"], row["method"]): row for row in rows}
     for kind in ("chat", "code"):
-        mine = [s for sample, s in zip(samples, sent, strict=True) if kinds[sample.id] == kind]
-        whole = [s for s in mine if not s.fault]
+        mine = [sample for sample in samples if sample.kind == kind]
         answers = by_name[kind, "answer"]
-        assert answers["num_requests"] == sum(s.fault != "429" for s in mine)
-        assert answers["num_failures"] == sum(s.fault not in ("", "429") for s in mine)
-        for method, name in (("first token", "first_token"), ("time per token", "per_token")):
-            row = by_name[kind, method]
-            assert row["num_requests"] == len(whole)
-            true = 1000 * mean(true_times(whole)[name])
-            assert row["total_response_time"] / len(whole) == pytest.approx(
-                true, rel=0.05, abs=10 if "f" in name else 2
-            )
+        assert answers["num_requests"] == sum(sample.status != REJECTED for sample in mine)
+        assert answers["num_failures"] == sum(sample.status == FAILED for sample in mine)
+        for method, figure in (("first token", _figures.first_token), ("time per token", _figures.per_token)):
+            values = _figures.of(mine, figure)
+            assert by_name[kind, method]["num_requests"] == len(values)
+            assert by_name[kind, method]["total_response_time"] == pytest.approx(1000 * sum(values))
+            keys = [float(key) for key in by_name[kind, method]["response_times"]]
+            assert min(keys) == pytest.approx(1000 * min(values), rel=0.006)  # in three digits
     assert sum(row["num_requests"] for row in rows if row["method"] == "429") == 1
 
 
@@ -665,7 +714,7 @@ def test_locusts_open_loop_keeps_its_schedule_and_says_so_in_a_second_process_on
 
 def test_locusts_processes_hand_in_every_answer(tmp_path: Path):
     with FakeOpenAI(0.1, 0.02).serving() as fake:
-        args = ["-u", "4", "-r", "100", "-t", "3s", "--processes", "2", "--output-tokens", "4", "--think", "0.1"]
+        args = ["-u", "4", "-r", "100", "-t", "2s", "--processes", "2", "--output-tokens", "4", "--think", "0.1"]
         done = locust(fake.url, tmp_path, *args)
     assert done.returncode == 0, done.stderr
     unfinished = set(fake.sent) - {sample.id for sample in samples_of(tmp_path)}
@@ -695,7 +744,7 @@ def test_the_web_interface_starts_a_test_and_shows_its_rows(tmp_path: Path):
     total = next(row for row in stats if row["name"] == "Aggregated")
     assert total["num_requests"] == sum(row["num_requests"] for row in stats if row["method"] == "answer")
     assert total["num_failures"] == 0
-    assert {sent.tokens for sent in fake.sent.values()} == {4}  # what was typed into the form
+    assert {sent.body["max_tokens"] for sent in fake.sent.values()} == {4}  # what was typed into the form
 
 
 def until(met: Callable[[], bool], timeout_s: float = 20) -> None:
@@ -723,7 +772,12 @@ def test_the_readme_and_the_job_name_options_that_exist():
     command = [sys.executable, "-c", own]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     known = set(re.findall(OPTION, parser().format_help() + shown))
-    named = {option for line in text.splitlines() if "kubectl" not in line for option in re.findall(OPTION, line)}
+    named = {
+        option
+        for line in text.splitlines()
+        if not re.search("kubectl|make up", line)
+        for option in re.findall(OPTION, line)
+    }
     assert named <= known, named - known
     assert len(named) > 20
     for path in re.findall(r"\bloadtest/[\w./-]*\w", text):
