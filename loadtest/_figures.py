@@ -16,11 +16,12 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from statistics import NormalDist
+from typing import Any, TypeVar
 
 from loadtest._client import FAILED, OK, REJECTED, Sample
 
-_DRAWS = 400
+_DRAWS = 1000
 _LEVEL = 0.95
 Interval = tuple[float, float]
 
@@ -75,28 +76,40 @@ def mean(values: Sequence[float]) -> float:
 
 
 Group = Sequence[Sample]
+Drawn = TypeVar("Drawn")  # what a statistic needs of a group
 
 
 def interval(
-    groups: Sequence[Group], statistic: Callable[[Sequence[Group]], float | None], seed: int = 0
+    groups: Sequence[Drawn], statistic: Callable[[Sequence[Drawn]], float | None], seed: int = 0
 ) -> Interval | None:
-    """The bootstrap's 95 % percentile interval of a statistic; whole groups are drawn, with replacement.
+    """The bootstrap's 95 % interval of a statistic; whole groups are drawn, with replacement.
 
     A group is what is independent of the others: a block of an A/B comparison, whose requests share a queue; a single
     request only where nothing better is known. None where there are fewer than two groups, or the statistic is not
-    defined.
+    defined. The percentiles are the expanded ones of Hesterberg (2015, "What Teachers Should Know About the Bootstrap",
+    section 5.3): with the plain ones, five groups cover the truth four times in five.
     """
-    if len(groups) < 2:
+    n = len(groups)
+    if n < 2:
         return None
     rng = random.Random(seed)
-    found = []
-    for _ in range(_DRAWS):
-        value = statistic(rng.choices(groups, k=len(groups)))
-        if value is not None:
-            found.append(value)
+    found = [value for _ in range(_DRAWS) if (value := statistic(rng.choices(groups, k=n))) is not None]
     if not found:
         return None
-    return percentile(found, (1 - _LEVEL) / 2), percentile(found, (1 + _LEVEL) / 2)
+    tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * _student(n - 1))
+    return percentile(found, tail), percentile(found, 1 - tail)
+
+
+def _student(freedom: int) -> float:
+    """Student's t that leaves out the tails beyond the level (Abramowitz and Stegun, 26.7.5)."""
+    z = NormalDist().inv_cdf((1 + _LEVEL) / 2)
+    terms = (
+        z,
+        (z**3 + z) / (4 * freedom),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3),
+    )
+    return math.fsum(terms)
 
 
 def pooled(groups: Iterable[Group]) -> list[Sample]:

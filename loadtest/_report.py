@@ -4,12 +4,15 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from loadtest import _plot
 from loadtest._client import FAILED, Sample, SetupError
 from loadtest._figures import (
+    Drawn,
     Figures,
     Group,
     Interval,
@@ -82,40 +85,50 @@ def cells(samples: Sequence[Sample], variants: Sequence[str], seed: int) -> list
 
 
 def _cell(rate: float, variant: str, groups: Sequence[Group], both: Sequence[Group], seed: int) -> Cell:
-    def estimate(statistic: Callable[[Sequence[Group]], float | None], of: Sequence[Group]) -> Estimate | None:
-        value = statistic(of)
-        return None if value is None else Estimate(value, interval(of, statistic, seed))
-
     times: dict[str, dict[str, Estimate]] = {}
     for name, figure in TIMES.items():
+        values = [of(group, figure) for group in groups]
         times[name] = {}
         for label, q in QUANTILES.items():
-            if found := estimate(lambda drawn, q=q, figure=figure: _quantile(drawn, figure, q), groups):  # type: ignore[misc]
+            if found := _estimate(values, partial(_quantile, q), seed):
                 times[name][label] = found
-    total = estimate(_total_rate, groups)
-    assert total is not None
+    figures = [Figures.of(group, wall_s(group)) for group in groups]
+    total = _estimate([(f.completion_tokens, f.wall_s) for f in figures], _rate, seed)
+    assert total is not None, "a block's requests take time"
+    pairs = [
+        tuple(of([s for s in block if s.variant == name], per_token) for name in (BASE, variant)) for block in both
+    ]
     return Cell(
         rate,
         variant,
-        Figures.of(pooled(groups), math.fsum(wall_s(group) for group in groups)),
+        Figures.of(pooled(groups), math.fsum(f.wall_s for f in figures)),
         times,
         total,
-        estimate(lambda drawn: accept_length(pooled(drawn)), groups),
-        estimate(lambda drawn: _speed(drawn, variant), both),
+        _estimate(groups, lambda drawn: accept_length(pooled(drawn)), seed),
+        _estimate(pairs, _speed, seed),
     )
 
 
-def _quantile(groups: Sequence[Group], figure: Callable[[Sample], float | None], q: float) -> float | None:
-    values = of(pooled(groups), figure)
-    return percentile(values, q) if values else None
+def _estimate(
+    groups: Sequence[Drawn], statistic: Callable[[Sequence[Drawn]], float | None], seed: int
+) -> Estimate | None:
+    value = statistic(groups)
+    return None if value is None else Estimate(value, interval(groups, statistic, seed))
 
 
-def _total_rate(groups: Sequence[Group]) -> float:
-    return Figures.of(pooled(groups), math.fsum(wall_s(group) for group in groups)).total_rate
+def _quantile(q: float, values: Sequence[Sequence[float]]) -> float | None:
+    joined = list(chain.from_iterable(values))
+    return percentile(joined, q) if joined else None
 
 
-def _speed(groups: Sequence[Group], variant: str) -> float | None:
-    base, other = (of([s for s in pooled(groups) if s.variant == name], per_token) for name in (BASE, variant))
+def _rate(tokens_and_walls: Sequence[tuple[int, float]]) -> float | None:
+    wall = math.fsum(wall for _, wall in tokens_and_walls)
+    return sum(tokens for tokens, _ in tokens_and_walls) / wall if wall > 0 else None
+
+
+def _speed(pairs: Sequence[Sequence[Sequence[float]]]) -> float | None:
+    """The base's mean time per token over the variant's."""
+    base, other = (list(chain.from_iterable(pair[side] for pair in pairs)) for side in (0, 1))
     return mean(base) / mean(other) if base and other else None
 
 

@@ -463,6 +463,17 @@ def test_the_bootstraps_interval_is_the_one_theory_gives():
     assert found == pytest.approx((mean(values) - half, mean(values) + half), abs=0.25 * half)
 
 
+def test_five_blocks_cover_the_truth_as_often_as_is_said():
+    rng, covered = random.Random(5), 0
+    for _ in range(300):
+        groups = [[Sample(total_s=rng.gauss(10, 2))] for _ in range(5)]
+        found = interval(groups, lambda drawn: mean([group[0].total_s for group in drawn]))
+        assert found is not None
+        covered += found[0] <= 10 <= found[1]
+    assert 0.91 <= covered / 300 <= 0.98
+    assert [_figures._student(n) for n in (4, 9, 30)] == pytest.approx([2.776, 2.262, 2.042], abs=0.01)
+
+
 def test_blocks_whose_requests_are_alike_make_the_interval_wide():
     rng = random.Random(4)
     blocks = [[Sample(total_s=level)] * 20 for level in [rng.gauss(10, 2) for _ in range(12)]]
@@ -798,7 +809,9 @@ def test_the_job_runs_the_comparison_from_a_config_map():
     assert container["workingDir"] == str(Path(mounts["loadtest"]).parent)
 
 
-@pytest.mark.parametrize("folder", sorted(path.parent for path in (LOADTEST / "results").glob("*/run.json")), ids=str)
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in (LOADTEST / "results").glob("*/run.json")), ids=lambda p: p.name
+)
 def test_a_committed_report_is_what_its_samples_say(tmp_path: Path, folder: Path):
     for name in ("run.json", "samples.jsonl"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
