@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loadtest._client import OK, Message, Sample, SetupError, Target
+from loadtest._client import FAILED, OK, Message, Sample, SetupError, Target
 from loadtest._prompts import Conversation, Prompts
 
 _SHORT, _LONG = 200, 1200  # characters of the two requests that tell how many make a token
@@ -29,13 +29,14 @@ class Load:
         self.model, self.prompts.context = found[0]["id"], found[0].get("max_model_len")
         long = self.prompts.texts(_LONG)
         short, all_of_it = self._prompt_tokens(long[:_SHORT]), self._prompt_tokens(long)
-        if all_of_it > short:  # the difference, so that the template does not count
+        if all_of_it > short > 0:  # the difference, so that the template does not count
             self.prompts.chars_a_token = (len(long) - _SHORT) / (all_of_it - short)
 
     def _prompt_tokens(self, text: str) -> int:
+        """What the server counts; 0 where it is too busy to say."""
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": 1, "temperature": 0}
         sample, _ = self.target.chat(body)
-        if sample.status != OK:
+        if sample.status == FAILED:  # a 429 is no reason not to begin
             raise SetupError(f"{self.target.url}: a first request failed: {sample.error}")
         return sample.prompt_tokens
 

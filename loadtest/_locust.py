@@ -44,6 +44,8 @@ class Run:
         self.trouble = ""  # why no request can be sent
         self._numbers: dict[str, int] = {}
         try:
+            if options.arrivals != CLOSED and isinstance(environment.runner, MasterRunner | WorkerRunner):
+                raise SetupError("an open loop runs in one process: leave out --processes, --master and --worker")
             self.load = new_load(options, environment.host or "")
             self.schedule = [] if options.arrivals == CLOSED else schedule(options)
             if not isinstance(environment.runner, MasterRunner):  # it sends nothing
@@ -240,9 +242,7 @@ def set_up(environment: Environment) -> None:
         environment.stop_timeout = _DRAIN_S  # else answers under way at the end, the long ones, would not be counted
     if not options.user_classes and not options.class_picker:
         environment.user_classes[:] = [user for user in environment.user_classes if user.__name__ == "Mixed"]
-    if options.arrivals != CLOSED:
-        if several:
-            raise SystemExit("an open loop runs in one process: leave out --processes, --master and --worker")
+    if options.arrivals != CLOSED and not several:
         shape = type("Arrivals", (OpenLoop,), {"abstract": False})()
         shape.runner = environment.runner
         environment.shape_class = shape
