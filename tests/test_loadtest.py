@@ -1,7 +1,7 @@
 """The load test's figures against a server whose delays and counts are known, and against the real stack."""
 
-import itertools
 import contextlib
+import itertools
 import json
 import math
 import os
