@@ -154,10 +154,7 @@ class Prompts:
     def __post_init__(self) -> None:
         text = (FOLDER / "passages.txt").read_text()
         self._passages = [" ".join(passage.split()) for passage in text.split("\n\n")]
-        sources = [path.read_text() for path in sorted(FOLDER.glob("*.py"))]
-        # the functions and classes of this very package
-        pieces = [p for source in sources for p in re.split(r"\n\n+(?=def |class |@)", source)[1:]]
-        self._code = [piece.strip("\n") for piece in pieces if len(piece) > 200]
+        self._code = (FOLDER / "code.txt").read_text().strip("\n").split("\n# ----\n")
 
     def conversation(self, kind: str, number: int) -> Conversation:
         """The `number`th conversation of a kind, or of a mixed load."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import hashlib
 import json
 import math
 import os
@@ -306,6 +307,12 @@ def test_conversations_depend_on_seed_kind_and_number_only():
         assert len({Prompts(seed).conversation(kind, n) for seed in range(3) for n in range(10)}) == 30
     kinds = Counter(Prompts().conversation("mixed", n).kind for n in range(400))
     assert kinds["chat"] > kinds["code"] > kinds["summarise"] > kinds["agent"] > 10
+
+
+def test_the_committed_results_prompts_are_still_what_is_asked():
+    prompts = Prompts(0, Lengths.parse("60-200"), Lengths.parse("16-48"), chars_a_token=4.5)
+    asked = [prompts.conversation(kind, number) for kind in (*KINDS, "mixed") for number in range(300)]
+    assert hashlib.sha256(repr(asked).encode()).hexdigest().startswith("a33caaff0f0dd4c1")
 
 
 @pytest.mark.parametrize("kind", KINDS)
