@@ -1,8 +1,8 @@
 """The load test's figures against a server whose delays and counts are known, and against the real stack."""
 
 import contextlib
-import itertools
 import hashlib
+import itertools
 import json
 import math
 import os
