@@ -6,7 +6,7 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from specdec.draft.settings import DraftSettings
+from specdec.draft.settings import DraftSettings, cpu_has_bfloat16
 from specdec.errors import SettingsError
 from specdec.router.settings import RouterSettings
 from specdec.stack import UpSettings
@@ -242,3 +242,22 @@ def test_unknown_flags_are_refused(kind, capsys):
         kind.load([*required(kind), "--no-such-flag", "1"])
     assert ended.value.code == 2
     assert "--no-such-flag" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "kind"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16 sha_ni\n", "bfloat16"),
+        ("processor\t: 0\nflags\t\t: fpu avx2 avx512f\n", "float32"),
+        ("processor\t: 0\nFeatures\t: fp asimd sve bf16 i8mm\n", "bfloat16"),
+        ("processor\t: 0\nFeatures\t: fp asimd\n", "float32"),
+        ("", "float32"),
+    ],
+)
+def test_a_draft_computes_in_bfloat16_where_the_processor_does(tmp_path, monkeypatch, cpuinfo, kind):
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    found = cpu_has_bfloat16(tmp_path / "cpuinfo")
+    monkeypatch.setattr("specdec.draft.settings.cpu_has_bfloat16", lambda: found)
+    assert DraftSettings.load([]).computed_in == kind
+    assert DraftSettings.load(["--device", "cuda:0"]).computed_in == "bfloat16"
+    assert DraftSettings.load(["--dtype", "float16"]).computed_in == "float16"

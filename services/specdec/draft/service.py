@@ -33,7 +33,7 @@ class DraftService:
             model=settings.model,
             target=settings.target,
             device=settings.device,
-            dtype=settings.dtype,
+            dtype=settings.computed_in,
             memory_gb=memory_gb(settings),
             run_ahead=settings.runs_ahead,
         )

@@ -9,6 +9,16 @@ from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 from specdec.settings import Settings
 
 
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor multiplies matrices in bfloat16. Without, it would be slower than float32."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+
+
 class DraftSettings(Settings):
     """Propose draft tokens to the verifier of the same pair on this machine. It waits for the verifier, and joins the
     next one when that ends, so the two may be started, stopped and restarted in any order."""
@@ -27,9 +37,10 @@ class DraftSettings(Settings):
         None, description="folder of the verifier's model: an EAGLE-3 head takes its embeddings from there"
     )
     device: str = Field("cpu", description="where the weights go: 'cpu', 'cuda:0', ...")
-    dtype: Literal["float32", "bfloat16", "float16", "fp8"] = Field(
-        "float32",
-        description="type the draft computes in; 'fp8' is bfloat16 with weights rounded to 8 bits, and on CUDA kept as "
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
+        "auto",
+        description="type the draft computes in; 'auto' is bfloat16 on a GPU and on a CPU that multiplies it in "
+        "hardware (AVX512-BF16, AMX, Arm's BF16), else float32; 'fp8' is bfloat16 with weights rounded to 8 bits, and on CUDA kept as "
         "such too, which makes one or two sessions faster",
     )
     memory_gb: float = Field(
@@ -58,6 +69,13 @@ class DraftSettings(Settings):
     )
     host: str = Field("127.0.0.1", description="address health listens on")
     health_port: int = Field(8103, ge=1, le=65535, description="/livez, /readyz and /metrics of the draft")
+
+    @property
+    def computed_in(self) -> str:
+        """The type, with the default filled in."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.device.startswith("cuda") or cpu_has_bfloat16() else "float32"
 
     @property
     def runs_ahead(self) -> bool:
