@@ -40,8 +40,8 @@ class DraftSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         "auto",
         description="type the draft computes in; 'auto' is bfloat16 on a GPU and on a CPU that multiplies it in "
-        "hardware (AVX512-BF16, AMX, Arm's BF16), else float32; 'fp8' is bfloat16 with weights rounded to 8 bits, and on CUDA kept as "
-        "such too, which makes one or two sessions faster",
+        "hardware (AVX512-BF16, AMX, Arm's BF16), else float32; 'fp8' is bfloat16 with weights rounded to 8 bits, and "
+        "on CUDA kept as such too, which makes one or two sessions faster",
     )
     memory_gb: float = Field(
         1.0, gt=0, description="GiB for keys and values; sessions beyond it, least recently used first, go on plainly"
