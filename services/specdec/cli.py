@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import specdec
 from specdec.errors import SpecdecError
-from specdec.telemetry import setup_logging
+from specdec.logs import setup_logging
 
 USAGE = """specdec: speculative decoding served across processes
 
@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"specdec: there is no command {name!r}\n\n{USAGE}", file=sys.stderr, end="")
         return 2
     try:
-        setup_logging(name, os.environ.get("SPECDEC_LOG_LEVEL", "INFO"))
+        form = os.environ.get("SPECDEC_LOG_FORMAT", "console")
+        setup_logging(name, os.environ.get("SPECDEC_LOG_LEVEL", "INFO"), form)
         return commands[name](rest)
     except SpecdecError as error:
         logging.getLogger(__name__).debug("", exc_info=True)

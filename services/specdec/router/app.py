@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,32 +12,27 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from specdec.logs import request_id
 from specdec.router.loop import speculate
+from specdec.router.observed import Observed, Watch
 from specdec.router.pairs import Pair, Session
 from specdec.router.proxy import ApiError, ClientGone, Proxy, answer_request_id, choose
 from specdec.router.settings import RouterSettings
 from specdec.router.steps import load_policy
 from specdec.telemetry import RouterMetrics, health_routes
+from specdec.tracing import Tracing
 
 log = logging.getLogger(__name__)
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
-_KNOWN = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/models",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/tokenize",
-    "/detokenize",
-)
 
 
-def create_app(settings: RouterSettings) -> FastAPI:
+def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> FastAPI:
     """The application; its lifespan keeps the pairs' streams open. Raises SettingsError for a bad policy."""
     metrics = RouterMetrics()
     policy = load_policy(settings.policy, settings.steps, settings.max_steps, settings.window, metrics)
 
     async def drive(pair: Pair, session: Session) -> None:
+        request_id.set(session.request.id)
         try:
             await speculate(session, pair, policy)
         except Exception:  # a policy may be anybody's code; without orders the session decodes plainly
@@ -61,6 +55,8 @@ def create_app(settings: RouterSettings) -> FastAPI:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.shutdown)
 
     app = FastAPI(title="specdec", openapi_url=None, lifespan=lifespan)
     app.state.pairs = pairs
@@ -84,23 +80,16 @@ def create_app(settings: RouterSettings) -> FastAPI:
 
     @app.api_route("/{path:path}", methods=_METHODS)
     async def forward(http: HttpRequest) -> Response:
-        route = http.scope["path"] if http.scope["path"] in _KNOWN else "other"
-        status = "500"
         response: Response
         try:
             response = await app.state.proxy.forward(http, choose(pairs))
-            status = str(response.status_code)
             return response
         except ApiError as error:
-            status = str(error.status)
             response = error.response()
-            response.headers["x-request-id"] = answer_request_id(http, f"specdec-{uuid.uuid4().hex}")
+            response.headers["x-request-id"] = answer_request_id(http, Watch.of(http.scope).id)
             return response
         except ClientGone:
-            status = "499"
             return Response(status_code=499)
-        finally:
-            metrics.requests.labels(route, status).inc()
 
     @app.exception_handler(HTTPException)
     async def refused(http: HttpRequest, error: HTTPException) -> Response:
@@ -110,4 +99,6 @@ def create_app(settings: RouterSettings) -> FastAPI:
     async def failed(http: HttpRequest, error: Exception) -> Response:
         return ApiError(500, "internal error in the router; its log has the cause", "server_error").response()
 
+    tracer = tracing.tracer if tracing else None
+    app.add_middleware(Observed, metrics=metrics, tracer=tracer, cycle_every=settings.trace_cycles)  # outermost: last
     return app

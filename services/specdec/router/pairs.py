@@ -15,6 +15,7 @@ import grpc
 from specdec.errors import PairUnavailable
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
+from specdec.router.observed import Watch
 from specdec.router.steps import Order
 from specdec.telemetry import RouterMetrics
 
@@ -97,6 +98,7 @@ class Request:
 
     id: str
     max_steps: int | None = None  # a cap on k from the request itself
+    watch: Watch | None = None  # who is told what becomes of it
     sessions: list[Session] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -132,6 +134,8 @@ class Pair:
         self._lease_ms, self._metrics, self._drive = lease_ms, metrics, drive
         self.description: pb.PairDescription | None = None
         self.connected = False
+        metrics.pair_up.labels(address).set(0)
+        metrics.pair_ready.labels(address).set_function(lambda: float(self.ready))
         self._requests: dict[str, Request] = {}
         self._sessions: dict[int, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -302,6 +306,8 @@ class Pair:
         if self.description is not None and self.description.max_steps:
             session.pair_max_steps = self.description.max_steps
         request.sessions.append(session)
+        if request.watch:
+            request.watch.opened()
         self._sessions[session.id] = session
         self._metrics.sessions.set(len(self._sessions))
         task = asyncio.ensure_future(self._drive(self, session))
@@ -313,13 +319,15 @@ class Pair:
         session.proposed += verdict.proposed
         session.accepted += verdict.accepted
         session.committed += verdict.committed
+        session.cycles += verdict.kind == pb.VERDICT_KIND_CYCLE
         session.request.touch()
+        if session.request.watch:
+            session.request.watch.committed(verdict, frame, session.cycles)
         if verdict.kind == pb.VERDICT_KIND_CLOSED:
             self._close(session)
             return
         if verdict.kind != pb.VERDICT_KIND_CYCLE:
             return
-        session.cycles += 1
         if not verdict.order:
             return  # the standing order's: nobody waits for it
         self._metrics.verdicts.inc()
@@ -351,5 +359,7 @@ class Pair:
         self._sessions.pop(session.id, None)
         self._metrics.sessions.set(len(self._sessions))
         session.finished = True
+        if session.request.watch:
+            session.request.watch.closed()
         session.push(Verdict(session, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
         session.request.touch()

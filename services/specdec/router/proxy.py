@@ -9,7 +9,6 @@ import contextlib
 import json
 import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from specdec.router.observed import Watch
 from specdec.router.pairs import Pair, Request
 from specdec.telemetry import RouterMetrics
 
@@ -120,17 +120,16 @@ class Proxy:
     async def forward(self, http: HttpRequest, pair: Pair) -> Response:
         """The pair's answer to `http`. Raises ApiError for what the router itself refuses."""
         async with AsyncExitStack() as held:  # until the answer's last byte, however it comes to that
-            self._metrics.in_flight.inc()
-            held.callback(self._metrics.in_flight.dec)
-            path = http.scope["path"]
+            path, watch = http.scope["path"], Watch.of(http.scope)
             body, cap = prepare(path, await read_body(http, self._max_body))
-            request = Request(f"specdec-{uuid.uuid4().hex}", cap)
+            request = Request(watch.id, cap, watch)
             answer_id = answer_request_id(http, request.id)
             gone = asyncio.create_task(_disconnected(http))
             held.callback(gone.cancel)
             pair.register(request)
             held.callback(pair.release, request)
             started = time.monotonic()
+            watch.sent()
             try:
                 answer = await _unless(gone, self._send(http, pair, request, body))
             except httpx.HTTPError as error:
@@ -151,6 +150,9 @@ class Proxy:
 
     async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> httpx.Response:
         headers = [*_kept(http.headers.raw), (b"x-request-id", request.id.encode()), (b"accept-encoding", b"identity")]
+        if trace := Watch.of(http.scope).trace_headers():
+            headers = [(name, value) for name, value in headers if name not in (b"traceparent", b"tracestate")]
+            headers += [(name.encode(), value.encode()) for name, value in trace.items()]
         base, query = httpx.URL(pair.http_url), http.scope["query_string"]
         target = base.raw_path.rstrip(b"/") + http.scope["raw_path"] + (b"?" + query if query else b"")
         try:

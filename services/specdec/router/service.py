@@ -6,6 +6,7 @@ import signal
 from specdec.router.app import create_app
 from specdec.router.settings import RouterSettings
 from specdec.serve import listen, serving
+from specdec.tracing import Tracing
 
 
 async def run(settings: RouterSettings) -> int:
@@ -15,6 +16,7 @@ async def run(settings: RouterSettings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    async with serving(create_app(settings), listener, settings.drain_s):
+    app = create_app(settings, Tracing.from_environment("specdec-router"))
+    async with serving(app, listener, settings.drain_s):
         await stopped.wait()
     return 0

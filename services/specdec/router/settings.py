@@ -38,4 +38,7 @@ class RouterSettings(Settings):
     connect_timeout_s: float = Field(2, gt=0, description="connecting to a pair")
     read_timeout_s: float = Field(600, gt=0, description="longest silence of vLLM within one answer")
     max_body_mb: float = Field(32, gt=0, description="largest request body; larger ones get 413")
+    trace_cycles: int = Field(
+        16, ge=1, description="where traces are on, spans for the first of a session's cycles and then each of so many"
+    )
     drain_s: float = Field(30, ge=0, description="time running answers get after SIGTERM")

@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from specdec.channel.layout import CLOSED, CYCLE, OPENED_ROW, REASONS, VERDICT_HEAD, VERDICT_ROW
+from specdec.channel.layout import CLOSED, OPENED_ROW, VERDICT_HEAD, VERDICT_ROW
 from specdec.channel.segment import Segment, now_ns
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.telemetry import PairMetrics
+from specdec.verifier.verdict_counts import VerdictCounts
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,7 +35,7 @@ class Control(pb_grpc.SpeculationServicer):
     """Serves `Loop` and `Describe`. The only writer of the order table, the only reader of the verdict ring."""
 
     def __init__(self, segment: Segment, describe: Callable[[], pb.PairDescription], metrics: PairMetrics) -> None:
-        self._segment, self._describe, self._metrics = segment, describe, metrics
+        self._segment, self._describe, self._counts = segment, describe, VerdictCounts(metrics)
         self._orders, self._bell = segment.orders, segment.bell("control.order_bell")
         self._until = segment.word("control.router_until_ns")
         self._verdicts = segment.reader("verdicts")
@@ -101,6 +102,7 @@ class Control(pb_grpc.SpeculationServicer):
                     opened = self._open.get(order.session)
                     if opened is not None and order.slot == opened.slot and order.id and order.window:
                         self._owners[order.session] = router
+                        self._counts.ordered(order.session, order.id)
                         self._orders.write(
                             *(order.slot, order.session, order.id, min(order.steps, 0xFFFF)),
                             *(min(order.window, _MAX_WINDOW), min(order.lease_ms, _MAX_LEASE_MS), order.seen),
@@ -142,7 +144,7 @@ class Control(pb_grpc.SpeculationServicer):
             if verdict.kind == CLOSED:
                 self._open.pop(verdict.session, None)
                 self._owners.pop(verdict.session, None)
-        self._count(frame)
+        self._counts.observe(frame)
 
     def _share(self, frame: pb.VerdictFrame, router: _Router) -> pb.VerdictFrame | None:
         """The frame without the sessions other routers drive; None if nothing is left."""
@@ -156,26 +158,6 @@ class Control(pb_grpc.SpeculationServicer):
         del share.verdicts[:]
         share.verdicts.extend(mine)
         return share
-
-    def _count(self, frame: pb.VerdictFrame) -> None:
-        m = self._metrics
-        m.sessions.set(len(self._open))
-        m.lost.inc(frame.lost)
-        decoded = False
-        for verdict in frame.verdicts:
-            m.tokens.inc(verdict.committed)
-            if verdict.kind != CYCLE:
-                continue
-            decoded = True
-            m.proposed.inc(verdict.proposed)
-            m.accepted.inc(verdict.accepted)
-            m.accept_length.observe(verdict.committed)
-            if verdict.proposed < verdict.steps:
-                m.unproposed.labels(REASONS[verdict.reason]).inc()
-        if decoded:
-            m.cycles.inc()
-            for stage in ("draft", "schedule", "verify", "output"):
-                m.stage.labels(stage).observe(getattr(frame, f"{stage}_us") / 1e6)
 
 
 def _offer(router: _Router, frame: pb.VerdictFrame | None) -> None:

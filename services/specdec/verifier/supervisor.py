@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.scratch import Scratch
 from specdec.serve import listen, serving
 from specdec.telemetry import PairMetrics, health_app
+from specdec.tracing import PROTOCOL, traces_url
 from specdec.verifier import HEAD_VARIABLE, SEGMENT_VARIABLE
 from specdec.verifier.control import Control
 from specdec.verifier.seams import vllm_version
@@ -68,17 +70,20 @@ def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
         *("--speculative-config", json.dumps(speculation)),
         *("--shutdown-timeout", str(max(0, int(settings.stop_grace_s) - _KILL_S))),  # running answers end in it
         *("--disable-access-log-for-endpoints", "/health,/metrics"),  # the supervisor asks every second
+        *(("--otlp-traces-endpoint", url) if (url := traces_url()) else ()),  # its spans join the router's
         *extra,
     ]
 
 
 def engine_environment(**more: str) -> dict[str, str]:
-    """vLLM's environment: the user's, and what a CPU needs where the user says nothing."""
+    """vLLM's environment: the user's, and what a CPU and traces need where the user says nothing."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
+    if traces_url():
+        defaults |= {"OTEL_SERVICE_NAME": "specdec-verifier", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": PROTOCOL}
     return {**defaults, **os.environ, **more}
 
 
@@ -112,6 +117,8 @@ class Supervisor:
         with Segment.create(segment_path(s.pair), layout) as segment:
             self._segment = segment
             segment.word("control.draft_limit_us").value = int(s.draft_deadline_ms * 1000)
+            self._metrics.info.labels(s.pair, s.model, specdec.__version__, self._vllm_version).set(1)
+            self._metrics.segment_bytes.set(layout.size)
             self._control = Control(segment, self._describe, self._metrics)
             server = grpc.aio.server(options=_SERVER)
             pb_grpc.add_SpeculationServicer_to_server(self._control, server)
@@ -155,9 +162,11 @@ class Supervisor:
                 if draft_was_up != up:
                     log.info("draft %s", detail if up else f"down: {detail}")
                 draft_was_up = up
+                self._metrics.engine_up.set(ready)
                 self._metrics.draft_up.set(up)
                 self._metrics.routers.set(self._control.routers)
                 self._metrics.publish(self._segment.counts)
+                self._metrics.shared_free.set(shutil.disk_usage(self._segment.path.parent).free)
                 try:
                     await asyncio.wait_for(self._stopping.wait(), 1.0 if ready else 0.25)
                 except TimeoutError:

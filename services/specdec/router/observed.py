@@ -1,0 +1,250 @@
+"""Every request watched from its arrival to its answer's end: metrics, its spans, its line in the log.
+
+`Observed` is the outermost ASGI layer, so that it sees how each request ends, whoever answers it. It leaves a `Watch`
+in the request's scope; the proxy and the pair's loop tell that what only they know.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Mapping
+
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec.logs import FIELDS, request_id
+from specdec.proto import speculation_pb2 as pb
+from specdec.telemetry import OUTCOMES, ROUTES, RouterMetrics
+
+log = logging.getLogger(__name__)
+_WATCH = "specdec.watch"
+_UNWATCHED = ("/livez", "/readyz", "/metrics")
+_STREAMED = ("/v1/chat/completions", "/v1/completions")
+_FINISH = re.compile(rb'"finish_reason":\s?"(\w+)"')  # inside a JSON string its quotes would be escaped
+_FINISH_BYTES = 48  # such a match may be cut in two
+_ERROR_EVENT = re.compile(rb'(?:^|\n)data: ?\{"error"')
+_PROPAGATOR = TraceContextTextMapPropagator()
+_STAGES = ("draft", "schedule", "verify", "output")
+
+
+class Watch:
+    """One request. Times are of the monotonic clock, in seconds."""
+
+    def __init__(self, scope: Scope, metrics: RouterMetrics, tracer: Tracer | None, cycle_every: int) -> None:
+        self.id = f"specdec-{uuid.uuid4().hex}"
+        self.route = scope["path"] if scope["path"] in ROUTES else "other"
+        self._metrics, self._tracer, self._cycle_every = metrics, tracer, cycle_every
+        self._method: str = scope["method"]
+        self._arrived_s, self._arrived_ns = time.monotonic(), time.time_ns()
+        self._sent_s = self._first_s = self._ended_s = 0.0
+        self._queued_ns = 0
+        self._status = 0
+        self._stream = self._whole = self._gone = self._broken = self._settled = False
+        self._finish, self._tail = "", b""
+        self._sessions = self._open = self._tokens = 0
+        self._span = self._begin_span(scope) if tracer else None
+
+    @staticmethod
+    def of(scope: Scope) -> "Watch":
+        """The watch that `Observed` has put into the scope."""
+        watch: Watch = scope[_WATCH]
+        return watch
+
+    # ---- what the proxy tells
+
+    def sent(self) -> None:
+        """The request goes to a pair now. After a retry the first time counts."""
+        if self._sent_s:
+            return
+        self._sent_s, self._queued_ns = time.monotonic(), time.time_ns()
+        self._metrics.proxy.labels("request").observe(self._sent_s - self._arrived_s)
+        if self._tracer and self._span:
+            self._child("admission", self._arrived_ns, self._queued_ns)
+
+    def trace_headers(self) -> Mapping[str, str]:
+        """What the pair is sent in place of the client's own `traceparent`; nothing without a trace."""
+        carrier: dict[str, str] = {}
+        if self._span:
+            _PROPAGATOR.inject(carrier, set_span_in_context(self._span))
+        return carrier
+
+    # ---- what the pair's loop tells
+
+    def opened(self) -> None:
+        """A session of the request has run for the first time."""
+        self._sessions += 1
+        self._open += 1
+        if self._sessions == 1 and self._sent_s:
+            self._metrics.engine_queue.observe(time.monotonic() - self._sent_s)
+            if self._tracer and self._span:
+                self._child("engine queue", self._queued_ns, time.time_ns())
+
+    def committed(self, verdict: pb.Verdict, frame: pb.VerdictFrame, cycles: int) -> None:
+        """A session's verdict has come; `cycles` are the session's so far."""
+        self._tokens += verdict.committed
+        self._metrics.tokens.inc(verdict.committed)
+        if self._span and verdict.kind == pb.VERDICT_KIND_CYCLE and cycles % self._cycle_every == 1 % self._cycle_every:
+            self._trace_cycle(verdict, frame, cycles)
+
+    def closed(self) -> None:
+        """A session of the request has ended."""
+        self._open -= 1
+        self._settle()
+
+    # ---- what Observed sees
+
+    def begun(self, message: Message) -> None:
+        """The answer's head."""
+        self._status = message["status"]
+        kind = dict(message.get("headers", ())).get(b"content-type", b"")
+        self._stream = kind.startswith(b"text/event-stream")
+
+    def part(self, body: bytes, more: bool) -> None:
+        """A part of the answer's body has been handed to the client's connection."""
+        self._whole = not more
+        if self.route not in _STREAMED:
+            return
+        if body and self._stream and not self._first_s:
+            self._first_s = time.monotonic()
+            self._metrics.first_token.observe(self._first_s - self._arrived_s)
+            if self._span:
+                self._span.add_event("first token")
+        seen = self._tail + body
+        for match in _FINISH.finditer(seen):
+            self._finish = match[1].decode()
+        self._broken = self._broken or (self._stream and _ERROR_EVENT.search(body) is not None)
+        self._tail = seen[-_FINISH_BYTES:]
+
+    def disconnected(self) -> None:
+        """The client has gone; after the answer's end that says nothing."""
+        self._gone = self._gone or not self._whole
+
+    def ended(self, failed: bool) -> None:
+        """Nothing more will be sent. `failed`: by an exception."""
+        self._ended_s = time.monotonic()
+        if failed and not self._status:
+            self._status = 500
+        outcome, seconds, m = self._outcome(failed), self._ended_s - self._arrived_s, self._metrics
+        m.requests.labels(self.route, str(self._status)).inc()
+        m.outcomes.labels(self.route, outcome).inc()
+        m.request_seconds.labels(self.route).observe(seconds)
+        self._settle()
+        fields = {
+            "route": self.route,
+            "status": self._status,
+            "outcome": outcome,
+            "seconds": round(seconds, 4),
+            "tokens": self._tokens,
+        }
+        if self._span:
+            fields["trace_id"] = f"{self._span.get_span_context().trace_id:032x}"
+            self._span.set_attributes({f"specdec.{name}": fields[name] for name in ("outcome", "tokens")})
+            self._span.set_attribute("http.response.status_code", self._status)
+            if outcome == "error":
+                self._span.set_status(Status(StatusCode.ERROR))
+            self._span.end()
+        text = "%s %s: %d %s, %d tokens in %.3f s"
+        values = (self._method, self.route, self._status, outcome, self._tokens, seconds)
+        log.info(text, *values, extra={FIELDS: fields})
+
+    def _outcome(self, failed: bool) -> str:
+        if self._status == 499 or (self._gone and not self._whole):
+            return "abort"
+        if failed or self._broken or not self._whole or self._status >= 500:
+            return "error"
+        if self._status >= 400:
+            return "refused"
+        return self._finish if self._finish in OUTCOMES else "ok"
+
+    def _settle(self) -> None:
+        """Once the stream has ended and all its sessions' verdicts are in."""
+        if self._settled or not self._ended_s or self._open:
+            return
+        self._settled = True
+        later = self._tokens / self._sessions - 1 if self._sessions else 0
+        if self._first_s and later > 0:
+            self._metrics.output_token.observe((self._ended_s - self._first_s) / later)
+
+    # ---- spans
+
+    def _begin_span(self, scope: Scope) -> Span | None:
+        assert self._tracer is not None
+        carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        return self._tracer.start_span(
+            f"{self._method} {self.route}",
+            _PROPAGATOR.extract(carrier),
+            SpanKind.SERVER,
+            {"http.request.method": self._method, "http.route": self.route, "specdec.request_id": self.id},
+            start_time=self._arrived_ns,
+        )
+
+    def _child(self, name: str, start_ns: int, end_ns: int, **attributes: int | str) -> Span:
+        assert self._tracer is not None
+        assert self._span is not None
+        return self._grandchild(self._span, name, start_ns, end_ns, **attributes)
+
+    def _grandchild(self, parent: Span, name: str, start_ns: int, end_ns: int, **attributes: int | str) -> Span:
+        assert self._tracer is not None
+        named = {f"specdec.{key}": value for key, value in attributes.items()}
+        span = self._tracer.start_span(name, set_span_in_context(parent), attributes=named, start_time=start_ns)
+        span.end(end_ns)
+        return span
+
+    def _trace_cycle(self, verdict: pb.Verdict, frame: pb.VerdictFrame, cycles: int) -> None:
+        """A cycle and its stages, the draft's among them, by the times the verdict brings: it ends as it arrives."""
+        spent_ns = [1000 * getattr(frame, f"{stage}_us") for stage in _STAGES]
+        end_ns = time.time_ns()
+        at_ns = end_ns - sum(spent_ns)
+        counts = {"k": verdict.steps, "proposed": verdict.proposed, "accepted": verdict.accepted}
+        cycle = self._child("cycle", at_ns, end_ns, number=cycles, batch=frame.batch, **counts)
+        for stage, ns in zip(_STAGES, spent_ns, strict=True):
+            self._grandchild(cycle, stage, at_ns, at_ns + ns)
+            at_ns += ns
+
+
+class Observed:
+    """The ASGI layer."""
+
+    def __init__(
+        self, app: ASGIApp, metrics: RouterMetrics, tracer: Tracer | None = None, cycle_every: int = 16
+    ) -> None:
+        """`cycle_every`: of a session's cycles the first and then each of so many has spans."""
+        self._app, self._metrics, self._tracer, self._cycle_every = app, metrics, tracer, cycle_every
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _UNWATCHED:
+            await self._app(scope, receive, send)
+            return
+        watch = scope[_WATCH] = Watch(scope, self._metrics, self._tracer, self._cycle_every)
+
+        async def receive_watched() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                watch.disconnected()
+            return message
+
+        async def send_watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                watch.begun(message)
+            started_s = time.monotonic()
+            try:
+                await send(message)
+            except OSError:  # the connection has broken
+                watch.disconnected()
+                raise
+            if message["type"] == "http.response.body":
+                self._metrics.proxy.labels("answer").observe(time.monotonic() - started_s)
+                watch.part(message.get("body", b""), message.get("more_body", False))
+
+        token = request_id.set(watch.id)
+        self._metrics.in_flight.inc()
+        failed = True
+        try:
+            await self._app(scope, receive_watched, send_watched)
+            failed = False
+        finally:
+            self._metrics.in_flight.dec()
+            watch.ended(failed)
+            request_id.reset(token)
