@@ -4,6 +4,7 @@ METRICS is the whole table: docs/metrics.md is written from it (tools/metrics_do
 its part of it. Each service has its own registry (no global state), so that several can live in one process in tests.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,12 @@ ROUTES = (
     "other",
 )
 OUTCOMES = ("stop", "length", "tool_calls", "content_filter", "ok", "refused", "abort", "error")
+REJECTIONS = (
+    *("invalid_request", "invalid_json", "context_length_exceeded", "invalid_api_key", "permission_denied"),
+    *("not_found", "model_not_found", "method_not_allowed", "conflict", "request_too_large", "too_many_waiting"),
+    *("queue_timeout", "engine_overloaded", "internal_error", "not_supported", "no_pair", "engine_unavailable"),
+    *("draining", "engine_timeout"),
+)
 SESSION_STATES = ("reading", "speculating", "plain", "standing")
 
 
@@ -92,6 +99,65 @@ ROUTER = (
         "requests",
         "Requests being answered",
         "Near the admission limit: add pairs. Above 0 without traffic: clients that do not read.",
+    ),
+    Entry(
+        "specdec_router_rejected_total",
+        "counter",
+        "requests",
+        "Requests the router refused or gave up, by its error's code",
+        "too_many_waiting, queue_timeout: more load than fits; add pairs. no_pair, engine_unavailable, engine_timeout: "
+        "the pairs. invalid_api_key: a client's key, or a key file that did not come along. The rest: clients.",
+        {"code": REJECTIONS},
+    ),
+    Entry(
+        "specdec_router_admitted_sessions",
+        "gauge",
+        "sessions",
+        "Sessions let in, n for n choices",
+        "At the limit for long: add pairs, or raise `--max-sessions` if the engines have room.",
+    ),
+    Entry(
+        "specdec_router_waiting_sessions",
+        "gauge",
+        "sessions",
+        "Sessions waiting to be let in",
+        "Above 0 for minutes: more load than the pairs take. Near `--max-waiting`, requests are refused with 429.",
+    ),
+    Entry(
+        "specdec_router_waiting_tokens",
+        "gauge",
+        "tokens",
+        "Their prompts' tokens, estimated from bytes",
+        "As the waiting sessions; the bound is `--max-waiting-tokens`.",
+    ),
+    Entry(
+        "specdec_router_retries_total",
+        "counter",
+        "requests",
+        "Requests sent to a pair again before any answer",
+        "Above 0: a pair fails while it says that it is ready; see its log.",
+    ),
+    Entry(
+        "specdec_router_paused_requests",
+        "gauge",
+        "requests",
+        "Requests whose client does not read",
+        "Many: a proxy in front buffers or has stalled.",
+    ),
+    Entry(
+        "specdec_router_key_reloads_total",
+        "counter",
+        "reloads",
+        "API keys read again since their file changed",
+        "failed: the file is not readable or not well-formed; the keys before it stay in force.",
+        {"result": "whether it worked"},
+    ),
+    Entry(
+        "specdec_router_loop_lag_seconds",
+        "histogram",
+        "seconds",
+        "How late the event loop wakes a timer",
+        "p99 above 50 ms: the router's core is full; add routers.",
     ),
     Entry(
         "specdec_router_request_seconds",
@@ -605,6 +671,14 @@ class RouterMetrics(_Registry):
         self.requests = self.counter("specdec_router_requests_total")
         self.outcomes = self.counter("specdec_router_outcomes_total")
         self.in_flight = self.gauge("specdec_router_requests_in_flight")
+        self.rejected = self.counter("specdec_router_rejected_total")
+        self.admitted = self.gauge("specdec_router_admitted_sessions")
+        self.waiting = self.gauge("specdec_router_waiting_sessions")
+        self.waiting_tokens = self.gauge("specdec_router_waiting_tokens")
+        self.retries = self.counter("specdec_router_retries_total")
+        self.paused = self.gauge("specdec_router_paused_requests")
+        self.key_reloads = self.counter("specdec_router_key_reloads_total")
+        self.loop_lag = self.histogram("specdec_router_loop_lag_seconds")
         self.request_seconds = self.histogram("specdec_router_request_seconds")
         self.first_byte = self.histogram("specdec_router_first_byte_seconds")
         self.first_token = self.histogram("specdec_router_time_to_first_token_seconds")
@@ -625,6 +699,13 @@ class RouterMetrics(_Registry):
         self.utility = self.gauge("specdec_router_utility")
         self.probes = self.counter("specdec_router_probe_cycles_total")
         self.switches = self.counter("specdec_router_step_switches_total")
+
+    def forget_pair(self, address: str) -> None:
+        """The pair is gone for good: no metric names it any more."""
+        rates = (self.expected_rate, self.realised_rate, self.plain_rate, self.utility)
+        for metric in (self.pair_up, self.pair_ready, self.steps, *rates, self.probes, self.switches):
+            with contextlib.suppress(KeyError):
+                metric.remove(address)
 
 
 class PairMetrics(_Registry):
@@ -731,8 +812,9 @@ def _family(name: str, values: float | Mapping[str, float]) -> CounterMetricFami
     return family
 
 
-def health_routes(app: FastAPI, registry: CollectorRegistry, readiness: Callable[[], dict[str, Any]]) -> None:
-    """Adds /livez (the event loop turns), /readyz (503 with reasons until `readiness()["ready"]`) and /metrics."""
+def health_routes(app: FastAPI, registry: CollectorRegistry | None, readiness: Callable[[], dict[str, Any]]) -> None:
+    """Adds /livez (the event loop turns), /readyz (503 with reasons until `readiness()["ready"]`) and, of a registry,
+    /metrics."""
     started = time.monotonic()
 
     @app.get("/livez")
@@ -743,6 +825,9 @@ def health_routes(app: FastAPI, registry: CollectorRegistry, readiness: Callable
     async def readyz() -> JSONResponse:
         state = readiness()
         return JSONResponse(state, status_code=200 if state["ready"] else 503)
+
+    if registry is None:
+        return
 
     @app.get("/metrics")
     def metrics() -> Response:  # in a thread: streams do not wait for the text

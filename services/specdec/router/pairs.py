@@ -98,8 +98,8 @@ class Request:
 
     id: str
     max_steps: int | None = None  # a cap on k from the request itself
-    watch: Watch | None = None  # who is told what becomes of it
     sessions: list[Session] = field(default_factory=list)
+    watch: Watch | None = None  # is told what becomes of it
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def touch(self) -> None:

@@ -122,7 +122,7 @@ class Proxy:
         async with AsyncExitStack() as held:  # until the answer's last byte, however it comes to that
             path, watch = http.scope["path"], Watch.of(http.scope)
             body, cap = prepare(path, await read_body(http, self._max_body))
-            request = Request(watch.id, cap, watch)
+            request = Request(watch.id, cap, watch=watch)
             answer_id = answer_request_id(http, request.id)
             gone = asyncio.create_task(_disconnected(http))
             held.callback(gone.cancel)
