@@ -21,8 +21,9 @@ describe a pair (`specdec_router_steps`, `specdec_router_utility`, …) are each
 added. All labels are bounded: paths that no route has are `other`, and no client's text becomes a label.
 
 vLLM's own metrics (`vllm:…`) stay where they were: on `/metrics` of vLLM's port (the verifier's `--port`, 8100). They \
-have what happens inside the engine, such as `vllm:num_requests_waiting`, `vllm:kv_cache_usage_perc` and \
-`vllm:prefix_cache_hits_total`. Each service also has `process_…` (CPU seconds, memory, open files, start time).
+have what happens inside the engine; the dashboards show `vllm:num_requests_running`, `vllm:num_requests_waiting` and \
+`vllm:kv_cache_usage_perc` where that port is scraped. Each service also has `process_…` (CPU seconds, memory, open \
+files, start time).
 
 Histograms of seconds have buckets from 0.1 ms to 60 s.
 """
