@@ -121,11 +121,10 @@ def test_the_process_itself_is_measured():
 
 def test_listed_label_values_are_there_before_anything_has_happened():
     metrics = PairMetrics()
-    listed = {e.name: e.labels for e in METRICS["verifier"] if len(e.labels) == 1}
-    for name, labels in listed.items():
-        ((label, values),) = labels.items()
-        if isinstance(values, tuple) and name.endswith("_total"):
-            assert [metrics.registry.get_sample_value(name, {label: value}) for value in values] == [0] * len(values)
+    for reason in ("none", "draft_late", "budget"):
+        assert metrics.registry.get_sample_value("specdec_short_cycles_total", {"reason": reason}) == 0
+    labels = {"route": "/v1/chat/completions", "outcome": "error"}
+    assert RouterMetrics().registry.get_sample_value("specdec_router_outcomes_total", labels) == 0
 
 
 def test_buckets_fit_a_tenth_of_a_millisecond_to_a_minute():

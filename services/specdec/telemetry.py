@@ -5,6 +5,7 @@ its part of it. Each service has its own registry (no global state), so that sev
 """
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -628,7 +629,7 @@ _Made = TypeVar("_Made", Counter, Gauge, Histogram)
 
 
 class _Registry:
-    """A registry, and the metrics of the table made in it. Where a label's values are listed, each starts at 0."""
+    """A registry, and the metrics of the table made in it. Where all labels' values are listed, each starts at 0."""
 
     def __init__(self) -> None:
         # they would be a second series for each counter, under a name that is in no table
@@ -656,10 +657,10 @@ class _Registry:
 
 
 def _started(metric: _Made, name: str) -> _Made:
-    match tuple(_BY_NAME[name].labels.values()):
-        case (tuple() as values,):
-            for value in values:
-                metric.labels(value)
+    listed = [values for values in _BY_NAME[name].labels.values() if isinstance(values, tuple)]
+    if listed and len(listed) == len(_BY_NAME[name].labels):
+        for values in itertools.product(*listed):
+            metric.labels(*values)
     return metric
 
 
