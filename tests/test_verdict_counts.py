@@ -15,7 +15,7 @@ class Counted:
         self.now_s = 100.0
         monkeypatch.setattr(verdict_counts.time, "monotonic", lambda: self.now_s)
         self.metrics = PairMetrics()
-        self.counts = VerdictCounts(self.metrics)
+        self.counts = VerdictCounts(self.metrics, max_steps=5)
 
     def open(self, *sessions: int) -> None:
         self.counts.observe(pb.VerdictFrame(opened=[pb.Opened(session=session) for session in sessions]))
@@ -47,11 +47,12 @@ def cycle(session: int, steps: int, proposed: int, accepted: int, order: int = 1
 
 
 def test_acceptance_by_position(counted):
+    positions = [str(i) for i in range(1, 6)]
+    assert [counted.value("proposed_at_position_total", position=i) for i in positions] == [0] * 5
     counted.frame(cycle(1, 4, 4, 3), cycle(2, 4, 4, 0), cycle(3, 4, 2, 2), cycle(4, 0, 0, 0))
-    positions = [str(i) for i in range(1, 5)]
-    assert [counted.value("proposed_at_position_total", position=i) for i in positions] == [3, 3, 2, 2]
-    assert [counted.value("accepted_at_position_total", position=i) for i in positions] == [2, 2, 1, 0]
-    assert counted.value("proposed_at_position_total", position="5") is None
+    assert [counted.value("proposed_at_position_total", position=i) for i in positions] == [3, 3, 2, 2, 0]
+    assert [counted.value("accepted_at_position_total", position=i) for i in positions] == [2, 2, 1, 0, 0]
+    assert counted.value("proposed_at_position_total", position="6") is None
     assert (counted.value("proposed_tokens_total"), counted.value("accepted_tokens_total")) == (10, 5)
 
 

@@ -35,7 +35,8 @@ class Control(pb_grpc.SpeculationServicer):
     """Serves `Loop` and `Describe`. The only writer of the order table, the only reader of the verdict ring."""
 
     def __init__(self, segment: Segment, describe: Callable[[], pb.PairDescription], metrics: PairMetrics) -> None:
-        self._segment, self._describe, self._counts = segment, describe, VerdictCounts(metrics)
+        self._segment, self._describe = segment, describe
+        self._counts = VerdictCounts(metrics, segment.layout.max_steps)
         self._orders, self._bell = segment.orders, segment.bell("control.order_bell")
         self._until = segment.word("control.router_until_ns")
         self._verdicts = segment.reader("verdicts")

@@ -27,8 +27,11 @@ class _Session:
 class VerdictCounts:
     """Counts each frame once, before it is shared between routers."""
 
-    def __init__(self, metrics: PairMetrics) -> None:
+    def __init__(self, metrics: PairMetrics, max_steps: int) -> None:
         self._metrics = metrics
+        for position in range(1, max_steps + 1):  # a counter that appears above 0 has no rate at first
+            metrics.proposed_at.labels(str(position))
+            metrics.accepted_at.labels(str(position))
         self._sessions: dict[int, _Session] = {}
 
     def ordered(self, session: int, order: int) -> None:
