@@ -14,8 +14,10 @@ from prometheus_client import generate_latest
 
 from fake_engine import until
 from specdec.logs import FIELDS, request_id
+from specdec.proto import speculation_pb2 as pb
 from specdec.router.app import create_app
-from specdec.telemetry import OUTCOMES
+from specdec.router.observed import Observation
+from specdec.telemetry import OUTCOMES, RouterMetrics
 from specdec.tracing import Tracing
 from test_proxy import CHAT, DONE, chunk, delta, event, never, raw_post, reply, routed, sent, start, stream
 
@@ -416,3 +418,41 @@ def test_a_scrape_under_load_is_quick(tmp_path):
             assert sorted(times)[5] < 0.1
 
     run(main())
+
+
+def test_what_keeps_a_connection_open_is_no_first_token(tmp_path):
+    async def answer(asked, send):
+        await start(send, 200, ("content-type", "text/event-stream"))
+        await chunk(send, b": wait\n\n")
+        await asyncio.sleep(0.1)
+        await chunk(send, delta("a") + finish("stop") + DONE, more=False)
+
+    async def main():
+        async with routed(tmp_path, answer) as router:
+            await router.post()
+            value = router.pair._metrics.registry.get_sample_value
+            assert value("specdec_router_time_to_first_token_seconds_sum") >= 0.1
+
+    run(main())
+
+
+def test_a_session_that_is_opened_again_is_no_other(tmp_path):
+    """As after the loop's stream broke: its tokens are still one session's."""
+    metrics = RouterMetrics()
+    scope = {"path": CHAT, "method": "POST", "headers": []}
+    seen = Observation(scope, metrics, None, 16)
+    seen.begun({"status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    seen.sent()
+    seen.opened(again=False)
+    seen.part(delta("a"), more=True)
+    seen.closed()
+    seen.opened(again=True)
+    for _ in range(5):
+        seen.committed(pb.Verdict(committed=1), pb.VerdictFrame(), 1)
+    time.sleep(0.02)
+    seen.part(finish("stop"), more=False)
+    seen.ended(failed=False)
+    assert not metrics.registry.get_sample_value("specdec_router_time_per_output_token_seconds_count")
+    seen.closed()
+    value = metrics.registry.get_sample_value("specdec_router_time_per_output_token_seconds_sum")
+    assert 0.02 / 4 <= value < 0.04 / 4

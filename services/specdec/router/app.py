@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from specdec.logs import request_id
 from specdec.router.loop import speculate
-from specdec.router.observed import Observed, Watch
+from specdec.router.observed import Observation, Observed
 from specdec.router.pairs import Pair, Session
 from specdec.router.proxy import ApiError, ClientGone, Proxy, answer_request_id, choose
 from specdec.router.settings import RouterSettings
@@ -86,7 +86,7 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Fast
             return response
         except ApiError as error:
             response = error.response()
-            response.headers["x-request-id"] = answer_request_id(http, Watch.of(http.scope).id)
+            response.headers["x-request-id"] = answer_request_id(http, Observation.of(http.scope).id)
             return response
         except ClientGone:
             return Response(status_code=499)

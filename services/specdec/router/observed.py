@@ -1,7 +1,7 @@
 """Every request watched from its arrival to its answer's end: metrics, its spans, its line in the log.
 
-`Observed` is the outermost ASGI layer, so that it sees how each request ends, whoever answers it. It leaves a `Watch`
-in the request's scope; the proxy and the pair's loop tell that what only they know.
+`Observed` is the outermost ASGI layer, so that it sees how each request ends, whoever answers it. It leaves an
+`Observation` in the request's scope; the proxy and the pair's loop tell that what only they know.
 """
 
 import logging
@@ -19,17 +19,17 @@ from specdec.proto import speculation_pb2 as pb
 from specdec.telemetry import OUTCOMES, ROUTES, RouterMetrics
 
 log = logging.getLogger(__name__)
-_WATCH = "specdec.watch"
+_KEY = "specdec.observation"
 _UNWATCHED = ("/livez", "/readyz", "/metrics")
 _STREAMED = ("/v1/chat/completions", "/v1/completions")
 _FINISH = re.compile(rb'"finish_reason":\s?"(\w+)"')  # inside a JSON string its quotes would be escaped
-_FINISH_BYTES = 48  # such a match may be cut in two
-_ERROR_EVENT = re.compile(rb'(?:^|\n)data: ?\{"error"')
+_ERROR_EVENT = re.compile(rb'data: ?\{"error"')
+_MATCH_BYTES = 48  # either may be cut in two
 _PROPAGATOR = TraceContextTextMapPropagator()
 _STAGES = ("draft", "schedule", "verify", "output")
 
 
-class Watch:
+class Observation:
     """One request. Times are of the monotonic clock, in seconds."""
 
     def __init__(self, scope: Scope, metrics: RouterMetrics, tracer: Tracer | None, cycle_every: int) -> None:
@@ -47,10 +47,10 @@ class Watch:
         self._span = self._begin_span(scope) if tracer else None
 
     @staticmethod
-    def of(scope: Scope) -> "Watch":
-        """The watch that `Observed` has put into the scope."""
-        watch: Watch = scope[_WATCH]
-        return watch
+    def of(scope: Scope) -> "Observation":
+        """What `Observed` has put into the scope."""
+        observation: Observation = scope[_KEY]
+        return observation
 
     # ---- what the proxy tells
 
@@ -60,7 +60,7 @@ class Watch:
             return
         self._sent_s, self._queued_ns = time.monotonic(), time.time_ns()
         self._metrics.proxy.labels("request").observe(self._sent_s - self._arrived_s)
-        if self._tracer and self._span:
+        if self._traced:
             self._child("admission", self._arrived_ns, self._queued_ns)
 
     def trace_headers(self) -> Mapping[str, str]:
@@ -72,20 +72,20 @@ class Watch:
 
     # ---- what the pair's loop tells
 
-    def opened(self) -> None:
-        """A session of the request has run for the first time."""
-        self._sessions += 1
+    def opened(self, *, again: bool) -> None:
+        """A session of the request runs; `again`: one that was known before the loop's stream broke."""
         self._open += 1
-        if self._sessions == 1 and self._sent_s:
+        self._sessions += not again
+        if self._sessions == 1 and not again and self._sent_s:
             self._metrics.engine_queue.observe(time.monotonic() - self._sent_s)
-            if self._tracer and self._span:
+            if self._traced:
                 self._child("engine queue", self._queued_ns, time.time_ns())
 
     def committed(self, verdict: pb.Verdict, frame: pb.VerdictFrame, cycles: int) -> None:
         """A session's verdict has come; `cycles` are the session's so far."""
         self._tokens += verdict.committed
         self._metrics.tokens.inc(verdict.committed)
-        if self._span and verdict.kind == pb.VERDICT_KIND_CYCLE and cycles % self._cycle_every == 1 % self._cycle_every:
+        if self._traced and verdict.kind == pb.VERDICT_KIND_CYCLE and (cycles - 1) % self._cycle_every == 0:
             self._trace_cycle(verdict, frame, cycles)
 
     def closed(self) -> None:
@@ -106,7 +106,7 @@ class Watch:
         self._whole = not more
         if self.route not in _STREAMED:
             return
-        if body and self._stream and not self._first_s:
+        if self._stream and not self._first_s and b"data:" in body:  # what keeps a connection open is a comment
             self._first_s = time.monotonic()
             self._metrics.first_token.observe(self._first_s - self._arrived_s)
             if self._span:
@@ -114,8 +114,8 @@ class Watch:
         seen = self._tail + body
         for match in _FINISH.finditer(seen):
             self._finish = match[1].decode()
-        self._broken = self._broken or (self._stream and _ERROR_EVENT.search(body) is not None)
-        self._tail = seen[-_FINISH_BYTES:]
+        self._broken = self._broken or (self._stream and _ERROR_EVENT.search(seen) is not None)
+        self._tail = seen[-_MATCH_BYTES:]
 
     def disconnected(self) -> None:
         """The client has gone; after the answer's end that says nothing."""
@@ -169,6 +169,11 @@ class Watch:
 
     # ---- spans
 
+    @property
+    def _traced(self) -> bool:
+        """Whether spans are wanted now: the trace ends with the stream, though verdicts may still come."""
+        return self._span is not None and self._span.is_recording()
+
     def _begin_span(self, scope: Scope) -> Span | None:
         assert self._tracer is not None
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -212,33 +217,34 @@ class Observed:
     ) -> None:
         """`cycle_every`: of a session's cycles the first and then each of so many has spans."""
         self._app, self._metrics, self._tracer, self._cycle_every = app, metrics, tracer, cycle_every
+        self._answer_part = metrics.proxy.labels("answer")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _UNWATCHED:
             await self._app(scope, receive, send)
             return
-        watch = scope[_WATCH] = Watch(scope, self._metrics, self._tracer, self._cycle_every)
+        seen = scope[_KEY] = Observation(scope, self._metrics, self._tracer, self._cycle_every)
 
         async def receive_watched() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect":
-                watch.disconnected()
+                seen.disconnected()
             return message
 
         async def send_watched(message: Message) -> None:
             if message["type"] == "http.response.start":
-                watch.begun(message)
+                seen.begun(message)
             started_s = time.monotonic()
             try:
                 await send(message)
             except OSError:  # the connection has broken
-                watch.disconnected()
+                seen.disconnected()
                 raise
             if message["type"] == "http.response.body":
-                self._metrics.proxy.labels("answer").observe(time.monotonic() - started_s)
-                watch.part(message.get("body", b""), message.get("more_body", False))
+                self._answer_part.observe(time.monotonic() - started_s)
+                seen.part(message.get("body", b""), message.get("more_body", False))
 
-        token = request_id.set(watch.id)
+        token = request_id.set(seen.id)
         self._metrics.in_flight.inc()
         failed = True
         try:
@@ -246,5 +252,5 @@ class Observed:
             failed = False
         finally:
             self._metrics.in_flight.dec()
-            watch.ended(failed)
+            seen.ended(failed)
             request_id.reset(token)

@@ -15,7 +15,7 @@ import grpc
 from specdec.errors import PairUnavailable
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
-from specdec.router.observed import Watch
+from specdec.router.observed import Observation
 from specdec.router.steps import Order
 from specdec.telemetry import RouterMetrics
 
@@ -99,7 +99,7 @@ class Request:
     id: str
     max_steps: int | None = None  # a cap on k from the request itself
     sessions: list[Session] = field(default_factory=list)
-    watch: Watch | None = None  # is told what becomes of it
+    seen: Observation | None = None  # is told what becomes of it
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def touch(self) -> None:
@@ -306,8 +306,8 @@ class Pair:
         if self.description is not None and self.description.max_steps:
             session.pair_max_steps = self.description.max_steps
         request.sessions.append(session)
-        if request.watch:
-            request.watch.opened()
+        if request.seen:
+            request.seen.opened(again=orders > 0)
         self._sessions[session.id] = session
         self._metrics.sessions.set(len(self._sessions))
         task = asyncio.ensure_future(self._drive(self, session))
@@ -321,8 +321,8 @@ class Pair:
         session.committed += verdict.committed
         session.cycles += verdict.kind == pb.VERDICT_KIND_CYCLE
         session.request.touch()
-        if session.request.watch:
-            session.request.watch.committed(verdict, frame, session.cycles)
+        if session.request.seen:
+            session.request.seen.committed(verdict, frame, session.cycles)
         if verdict.kind == pb.VERDICT_KIND_CLOSED:
             self._close(session)
             return
@@ -359,7 +359,7 @@ class Pair:
         self._sessions.pop(session.id, None)
         self._metrics.sessions.set(len(self._sessions))
         session.finished = True
-        if session.request.watch:
-            session.request.watch.closed()
+        if session.request.seen:
+            session.request.seen.closed()
         session.push(Verdict(session, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
         session.request.touch()

@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from specdec.router.observed import Watch
+from specdec.router.observed import Observation
 from specdec.router.pairs import Pair, Request
 from specdec.telemetry import RouterMetrics
 
@@ -120,16 +120,16 @@ class Proxy:
     async def forward(self, http: HttpRequest, pair: Pair) -> Response:
         """The pair's answer to `http`. Raises ApiError for what the router itself refuses."""
         async with AsyncExitStack() as held:  # until the answer's last byte, however it comes to that
-            path, watch = http.scope["path"], Watch.of(http.scope)
+            path, seen = http.scope["path"], Observation.of(http.scope)
             body, cap = prepare(path, await read_body(http, self._max_body))
-            request = Request(watch.id, cap, watch=watch)
+            request = Request(seen.id, cap, seen=seen)
             answer_id = answer_request_id(http, request.id)
             gone = asyncio.create_task(_disconnected(http))
             held.callback(gone.cancel)
             pair.register(request)
             held.callback(pair.release, request)
             started = time.monotonic()
-            watch.sent()
+            seen.sent()
             try:
                 answer = await _unless(gone, self._send(http, pair, request, body))
             except httpx.HTTPError as error:
@@ -150,7 +150,7 @@ class Proxy:
 
     async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> httpx.Response:
         headers = [*_kept(http.headers.raw), (b"x-request-id", request.id.encode()), (b"accept-encoding", b"identity")]
-        if trace := Watch.of(http.scope).trace_headers():
+        if trace := Observation.of(http.scope).trace_headers():
             headers = [(name, value) for name, value in headers if name not in (b"traceparent", b"tracestate")]
             headers += [(name.encode(), value.encode()) for name, value in trace.items()]
         base, query = httpx.URL(pair.http_url), http.scope["query_string"]
