@@ -226,8 +226,8 @@ def test_the_times_are_what_was_seen(tmp_path):
             }
             whole = value("specdec_router_request_seconds_sum", {"route": CHAT})
             assert took - 0.05 < whole <= took
-            assert 0.1 <= sums["first_byte_seconds"] <= sums["time_to_first_token_seconds"] < whole - 0.2
-            assert 0.1 <= sums["engine_queue_seconds"] < whole - 0.2
+            assert 0.1 <= sums["first_byte_seconds"] <= sums["time_to_first_token_seconds"] < whole - 0.1
+            assert 0.1 <= sums["engine_queue_seconds"] < whole - 0.1
             # one token at first, then four cycles of two: 1 of 2 drafts stands
             assert value("specdec_router_tokens_total") == 9
             decoding = whole - sums["time_to_first_token_seconds"]
