@@ -442,7 +442,9 @@ def test_a_session_that_is_opened_again_is_no_other(tmp_path):
     scope = {"path": CHAT, "method": "POST", "headers": []}
     seen = Observation(scope, metrics, None, 16)
     seen.begun({"status": 200, "headers": [(b"content-type", b"text/event-stream")]})
-    seen.sent()
+    first = seen.attempt()
+    assert first == seen.id
+    assert seen.attempt() not in (first, "")  # a retry, on another pair
     seen.opened(again=False)
     seen.part(delta("a"), more=True)
     seen.closed()

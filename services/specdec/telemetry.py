@@ -39,6 +39,7 @@ ROUTES = (
     "/v1/completions",
     "/v1/models",
     "/v1/responses",
+    "/v1/messages",
     "/v1/embeddings",
     "/tokenize",
     "/detokenize",
@@ -105,7 +106,7 @@ ROUTER = (
         "specdec_router_rejected_total",
         "counter",
         "requests",
-        "Requests the router refused or gave up, by its error's code",
+        "Requests that ended in an error before their answer began, by its code",
         "too_many_waiting, queue_timeout: more load than fits; add pairs. no_pair, engine_unavailable, engine_timeout: "
         "the pairs. invalid_api_key: a client's key, or a key file that did not come along. The rest: clients.",
         {"code": REJECTIONS},
@@ -151,7 +152,7 @@ ROUTER = (
         "reloads",
         "API keys read again since their file changed",
         "failed: the file is not readable or not well-formed; the keys before it stay in force.",
-        {"result": "whether it worked"},
+        {"result": ("ok", "failed")},
     ),
     Entry(
         "specdec_router_loop_lag_seconds",

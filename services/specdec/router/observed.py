@@ -33,7 +33,7 @@ class Observation:
     """One request. Times are of the monotonic clock, in seconds."""
 
     def __init__(self, scope: Scope, metrics: RouterMetrics, tracer: Tracer | None, cycle_every: int) -> None:
-        self.id = f"specdec-{uuid.uuid4().hex}"
+        self.id = _new_id()
         self.route = scope["path"] if scope["path"] in ROUTES else "other"
         self._metrics, self._tracer, self._cycle_every = metrics, tracer, cycle_every
         self._method: str = scope["method"]
@@ -54,14 +54,19 @@ class Observation:
 
     # ---- what the proxy tells
 
-    def sent(self) -> None:
-        """The request goes to a pair now. After a retry the first time counts."""
+    def attempt(self) -> str:
+        """The request goes to a pair now, with this id: another one each time, as a pair before may still hold it."""
         if self._sent_s:
-            return
+            self.id = _new_id()
+            request_id.set(self.id)
+            if self._span:
+                self._span.set_attribute("specdec.request_id", self.id)
+            return self.id
         self._sent_s, self._queued_ns = time.monotonic(), time.time_ns()
         self._metrics.proxy.labels("request").observe(self._sent_s - self._arrived_s)
         if self._traced:
             self._child("admission", self._arrived_ns, self._queued_ns)
+        return self.id
 
     def trace_headers(self) -> Mapping[str, str]:
         """What the pair is sent in place of the client's own `traceparent`; nothing without a trace."""
@@ -207,6 +212,10 @@ class Observation:
         for stage, ns in zip(_STAGES, spent_ns, strict=True):
             self._grandchild(cycle, stage, at_ns, at_ns + ns)
             at_ns += ns
+
+
+def _new_id() -> str:
+    return f"specdec-{uuid.uuid4().hex}"
 
 
 class Observed:

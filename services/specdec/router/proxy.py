@@ -122,14 +122,13 @@ class Proxy:
         async with AsyncExitStack() as held:  # until the answer's last byte, however it comes to that
             path, seen = http.scope["path"], Observation.of(http.scope)
             body, cap = prepare(path, await read_body(http, self._max_body))
-            request = Request(seen.id, cap, seen=seen)
+            request = Request(seen.attempt(), cap, seen=seen)
             answer_id = answer_request_id(http, request.id)
             gone = asyncio.create_task(_disconnected(http))
             held.callback(gone.cancel)
             pair.register(request)
             held.callback(pair.release, request)
             started = time.monotonic()
-            seen.sent()
             try:
                 answer = await _unless(gone, self._send(http, pair, request, body))
             except httpx.HTTPError as error:
