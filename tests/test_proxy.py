@@ -293,12 +293,12 @@ def test_requests_and_answers_pass_unchanged(router):
         async with router.answering(reply(answer, 207, *headers)):
             for method in ("POST", "PUT", "PATCH", "DELETE"):
                 response = await router.client.request(
-                    method, "/own/path?a=1&b=%2F&a=2&empty=", content=body, headers={"x-two": "2", "authorization": "k"}
+                    method, "/v1/own/path?a=1&b=%2F&a=2&empty=", content=body, headers={"x-two": "2", "authorization": "k"}
                 )
                 assert (response.status_code, response.content) == (207, answer)
                 assert [response.headers[name] for name, _ in headers] == [value for _, value in headers]
                 asked = router.vllm.asked[-1]
-                assert (asked.method, asked.target, asked.body) == (method, "/own/path?a=1&b=%2F&a=2&empty=", body)
+                assert (asked.method, asked.target, asked.body) == (method, "/v1/own/path?a=1&b=%2F&a=2&empty=", body)
                 assert (asked.header("x-two"), asked.header("authorization")) == ("2", "k")
                 assert asked.header("content-length") == "1024"
             await router.client.get("/v1/models")
@@ -311,7 +311,7 @@ def test_requests_and_answers_pass_unchanged(router):
 def test_the_path_passes_as_it_was_written(router):
     async def main():
         async with router.answering(reply()):
-            for target in ("/v1/files/a%2Fb%20c%3Fd", "/v1/x?y=a%20b+c", "/v1/%E2%82%AC", "/a//b/", "/"):
+            for target in ("/v1/files/a%2Fb%20c%3Fd", "/v1/x?y=a%20b+c", "/v1/%E2%82%AC", "/v1/a//b/", "/v1/"):
                 async with sent(router, f"GET {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode()) as (reader, _):
                     assert b" 200 " in await reader.readline()
                 assert router.vllm.asked[-1].target == target

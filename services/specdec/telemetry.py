@@ -169,6 +169,25 @@ class RouterMetrics:
         self.first_byte = Histogram(
             "specdec_router_first_byte_seconds", "Until the engine's first byte", registry=r, buckets=_SECONDS
         )
+        self.rejected = Counter(
+            "specdec_router_rejected",
+            "Requests that ended in an error, by its code",
+            ["code"],
+            registry=r,
+        )
+        self.admitted = Gauge("specdec_router_admitted_sessions", "Sessions let in, n for n choices", registry=r)
+        self.waiting = Gauge("specdec_router_waiting_sessions", "Sessions waiting to be let in", registry=r)
+        self.waiting_tokens = Gauge(
+            "specdec_router_waiting_tokens", "Their prompts' tokens, estimated from bytes", registry=r
+        )
+        self.retries = Counter("specdec_router_retries", "Requests sent to a pair again before any answer", registry=r)
+        self.paused = Gauge("specdec_router_paused_requests", "Requests whose client does not read", registry=r)
+        self.key_reloads = Counter(
+            "specdec_router_key_reloads", "API keys read again since their file changed", ["result"], registry=r
+        )
+        self.loop_lag = Histogram(
+            "specdec_router_loop_lag_seconds", "How late the event loop wakes a timer", registry=r, buckets=_SECONDS
+        )
         self.orders = Counter("specdec_router_orders", "Orders sent", registry=r)
         self.verdicts = Counter("specdec_router_verdicts", "Verdicts on those orders", registry=r)
         self.sessions = Gauge("specdec_router_sessions", "Sessions driven now", registry=r)
@@ -197,8 +216,9 @@ class RouterMetrics:
         self.switches = Counter("specdec_router_step_switches", "Changes of the chosen k", ["pair"], registry=r)
 
 
-def health_routes(app: FastAPI, registry: CollectorRegistry, readiness: Callable[[], dict[str, Any]]) -> None:
-    """Adds /livez (the event loop turns), /readyz (503 with reasons until `readiness()["ready"]`) and /metrics."""
+def health_routes(app: FastAPI, registry: CollectorRegistry | None, readiness: Callable[[], dict[str, Any]]) -> None:
+    """Adds /livez (the event loop turns), /readyz (503 with reasons until `readiness()["ready"]`) and, of a registry,
+    /metrics."""
     started = time.monotonic()
 
     @app.get("/livez")
@@ -209,6 +229,9 @@ def health_routes(app: FastAPI, registry: CollectorRegistry, readiness: Callable
     async def readyz() -> JSONResponse:
         state = readiness()
         return JSONResponse(state, status_code=200 if state["ready"] else 503)
+
+    if registry is None:
+        return
 
     @app.get("/metrics")
     async def metrics() -> Response:

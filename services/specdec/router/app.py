@@ -1,4 +1,4 @@
-"""The router's HTTP application."""
+"""The router's HTTP applications: the public API, and beside it the admin port's health and metrics."""
 
 import asyncio
 import logging
@@ -11,61 +11,103 @@ import httpx
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
+from specdec.control_auth import ControlAuth
+from specdec.errors import SettingsError
+from specdec.router import openapi, routes
+from specdec.router.admission import Admission
+from specdec.router.errors import ApiError, of_status
+from specdec.router.fleet import Fleet
+from specdec.router.keys import ApiKeys, bearer
+from specdec.router.limits import ClientGone, Limits
 from specdec.router.loop import speculate
 from specdec.router.pairs import Pair, Session
-from specdec.router.proxy import ApiError, ClientGone, Proxy, answer_request_id, choose
+from specdec.router.proxy import Proxy, answer_request_id
+from specdec.router.relay import look_after
 from specdec.router.settings import RouterSettings
 from specdec.router.steps import load_policy
-from specdec.telemetry import RouterMetrics, health_routes
+from specdec.telemetry import RouterMetrics, health_app, health_routes
 
 log = logging.getLogger(__name__)
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"]
-_KNOWN = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/models",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/tokenize",
-    "/detokenize",
-)
+_ENDING = "the router is ending"
 
 
-def create_app(settings: RouterSettings) -> FastAPI:
-    """The application; its lifespan keeps the pairs' streams open. Raises SettingsError for a bad policy."""
-    metrics = RouterMetrics()
-    policy = load_policy(settings.policy, settings.steps, settings.max_steps, settings.window, metrics)
+class Router:
+    """What the applications share."""
 
-    async def drive(pair: Pair, session: Session) -> None:
-        try:
-            await speculate(session, pair, policy)
-        except Exception:  # a policy may be anybody's code; without orders the session decodes plainly
-            log.exception("the loop of session %d of request %s failed", session.id, session.request.id)
-
-    pairs = [Pair(address, lease_ms=settings.lease_ms, metrics=metrics, drive=drive) for address in settings.pairs]
+    def __init__(self, settings: RouterSettings) -> None:
+        """Raises SettingsError for a bad policy, for keys or secrets that cannot be read, and where the API would be
+        open to others than this machine without anybody having said so."""
+        if settings.api_keys_file is None and not settings.on_loopback and not settings.no_auth:
+            raise SettingsError(
+                f"--host {settings.host}: others could use the API; give --api-keys-file, or say --no-auth"
+            )
+        self._settings = settings
+        self.metrics = RouterMetrics()
+        self._policy = load_policy(settings.policy, settings.steps, settings.max_steps, settings.window, self.metrics)
+        self._auth = ControlAuth(
+            settings.control_secret_file,
+            settings.control_tls_cert,
+            settings.control_tls_key,
+            settings.control_tls_ca,
+        )
+        self.keys = None if settings.api_keys_file is None else ApiKeys(settings.api_keys_file, self.metrics)
+        self.admission = Admission(
+            self._capacity,
+            self.metrics,
+            max_waiting=settings.max_waiting,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            timeout_s=settings.queue_timeout_s,
+        )
+        self.fleet = Fleet(settings.pairs, self._pair, self.admission.wake)
+        self.proxy: Proxy
+        self.client: httpx.AsyncClient
+        self.draining = False
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        timeout = httpx.Timeout(settings.read_timeout_s, connect=settings.connect_timeout_s)
+    async def running(self) -> AsyncIterator[None]:
+        """Its connections to the pairs are open inside."""
+        s = self._settings
+        timeout = httpx.Timeout(s.read_timeout_s, connect=s.connect_timeout_s)
         limits = httpx.Limits(
             max_connections=None,
             max_keepalive_connections=64,
             keepalive_expiry=2,  # vLLM closes after 5 s: a connection must not be used while it does
         )
-        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
-            app.state.proxy = Proxy(client, metrics, int(settings.max_body_mb * 2**20))
-            tasks = [asyncio.create_task(pair.run()) for pair in pairs]
+        bounds = Limits(int(s.max_body_mb * 2**20), s.max_prompt_tokens, s.max_choices, s.max_logprobs)
+        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as self.client:
+            self.proxy = Proxy(
+                self.client, self.fleet, self.admission, bounds, self.metrics, own_keys=self.keys is not None
+            )
+            work = [self.fleet.run()]
+            work.append(look_after(self.proxy.relays, self.metrics, s.keepalive_s, s.write_timeout_s))
+            if self.keys is not None:
+                work.append(self.keys.follow())
+            tasks = [asyncio.create_task(one) for one in work]
             yield
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    app = FastAPI(title="specdec", openapi_url=None, lifespan=lifespan)
-    app.state.pairs = pairs
+    async def drain(self, grace_s: float) -> None:
+        """From now on new requests are refused, and readiness says so. Returns once none runs; those that still do
+        after `grace_s` are cut off with an error."""
+        self.draining = True
+        log.info("draining: %d requests run", len(self.proxy.watches))
+        try:
+            async with asyncio.timeout(grace_s):
+                while self.proxy.watches:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            log.warning("%d requests are cut off after %g s", len(self.proxy.watches), grace_s)
+            for watch in list(self.proxy.watches):
+                watch.cut(ApiError("draining", _ENDING))
+            await asyncio.sleep(0.1)  # for their last event
 
-    def readiness() -> dict[str, Any]:
+    def readiness(self) -> dict[str, Any]:
+        """As /readyz says it."""
         states = [
             {
                 "pair": pair.address,
@@ -75,39 +117,99 @@ def create_app(settings: RouterSettings) -> FastAPI:
                 if pair.description
                 else None,
             }
-            for pair in pairs
+            for pair in self.fleet.pairs
         ]
-        ready = any(pair.ready for pair in pairs)
-        return {"ready": ready, "reasons": [] if ready else ["no pair is ready"], "pairs": states}
+        reasons = [] if any(pair.ready for pair in self.fleet.pairs) else ["no pair is ready"]
+        if self.draining:
+            reasons.append(_ENDING)
+        return {"ready": not reasons, "reasons": reasons, "pairs": states}
 
-    health_routes(app, metrics.registry, readiness)
+    async def answer(self, http: HttpRequest) -> Response:
+        """One request's answer. Raises ApiError and ClientGone."""
+        if self.draining:
+            raise ApiError("draining", _ENDING)
+        if self.keys is not None:
+            self.keys.check(bearer(http.headers.get("authorization"), http.headers.get("x-api-key")))
+        path = http.scope["path"]
+        if path == "/openapi.json":
+            return await self._document()
+        if not routes.public(path):
+            raise ApiError("not_found", "there is no such route")
+        return await self.proxy.forward(http)
+
+    async def _document(self) -> Response:
+        try:
+            answer = await self.client.get(self.fleet.choose().http_url + "/openapi.json", timeout=10)
+            return JSONResponse(openapi.document(answer.raise_for_status().json(), keys=self.keys is not None))
+        except (httpx.HTTPError, ValueError) as error:
+            raise ApiError("engine_unavailable", "the engine does not give its document") from error
+
+    def _capacity(self) -> int:
+        ready = [pair.description for pair in self.fleet.pairs if pair.ready and pair.description]
+        return self._settings.max_sessions or sum(one.max_sessions for one in ready) or 1 << 16
+
+    def _pair(self, address: str, name: str) -> Pair:
+        return Pair(
+            address,
+            lease_ms=self._settings.lease_ms,
+            metrics=self.metrics,
+            drive=self._drive,
+            auth=self._auth,
+            name=name,
+            max_step_age_s=self._settings.max_step_age_s,
+        )
+
+    async def _drive(self, pair: Pair, session: Session) -> None:
+        try:
+            await speculate(session, pair, self._policy)
+        except Exception:  # a policy may be anybody's code; without orders the session decodes plainly
+            log.exception("the loop of session %d of request %s failed", session.id, session.request.id)
+
+
+def create_app(settings: RouterSettings) -> FastAPI:
+    """The public application; its lifespan keeps the pairs' streams open. `state.admin` is the admin port's. Raises
+    SettingsError."""
+    router = Router(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with router.running():
+            yield
+
+    app = FastAPI(title="specdec", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.router, app.state.pairs = router, router.fleet.pairs
+    app.state.admin = health_app(router.metrics.registry, router.readiness)
+    health_routes(app, None, router.readiness)
 
     @app.api_route("/{path:path}", methods=_METHODS)
     async def forward(http: HttpRequest) -> Response:
-        route = http.scope["path"] if http.scope["path"] in _KNOWN else "other"
         status = "500"
-        response: Response
         try:
-            response = await app.state.proxy.forward(http, choose(pairs))
+            response = await router.answer(http)
             status = str(response.status_code)
             return response
         except ApiError as error:
             status = str(error.status)
-            response = error.response()
-            response.headers["x-request-id"] = answer_request_id(http, f"specdec-{uuid.uuid4().hex}")
-            return response
+            router.metrics.rejected.labels(error.code).inc()
+            return _with_id(error, http)
         except ClientGone:
             status = "499"
             return Response(status_code=499)
         finally:
-            metrics.requests.labels(route, status).inc()
+            router.metrics.requests.labels(routes.label(http.scope["path"]), status).inc()
 
     @app.exception_handler(HTTPException)
     async def refused(http: HttpRequest, error: HTTPException) -> Response:
-        return ApiError(error.status_code, str(error.detail)).response()
+        return _with_id(of_status(error.status_code, str(error.detail)), http)
 
     @app.exception_handler(Exception)
     async def failed(http: HttpRequest, error: Exception) -> Response:
-        return ApiError(500, "internal error in the router; its log has the cause", "server_error").response()
+        return _with_id(ApiError("internal_error", "internal error in the router; its log has the cause"), http)
 
     return app
+
+
+def _with_id(error: ApiError, http: HttpRequest) -> Response:
+    response = error.response()
+    response.headers["x-request-id"] = answer_request_id(http, f"specdec-{uuid.uuid4().hex}")
+    return response
