@@ -17,6 +17,7 @@ USAGE = """specdec: speculative decoding served across processes
     specdec demo      the stack against plain vLLM, on twelve prompts
     specdec bench     speculation off, fixed k, auto, and windows, in one run
     specdec bench draft   the draft alone: ms a proposal beside what its bytes take
+    specdec bench edge    the router: what it adds in front of an engine that computes nothing
     specdec simulate  the step policy on cost and acceptance that are known
 
     specdec router    one service each
@@ -122,6 +123,10 @@ def _bench(argv: list[str]) -> int:
         from specdec.draft.bench import bench_draft
 
         return bench_draft(argv[1:])
+    if argv[:1] == ["edge"]:
+        from specdec.edge_bench import bench_edge
+
+        return bench_edge(argv[1:])
     from specdec.bench import bench
 
     return bench(argv)
