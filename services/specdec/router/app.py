@@ -1,13 +1,13 @@
 """The router's HTTP applications: the public API, and beside it the admin port's health and metrics."""
 
 import asyncio
+import json
 import logging
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -27,6 +27,7 @@ from specdec.router.proxy import Proxy, answer_request_id
 from specdec.router.relay import look_after
 from specdec.router.settings import RouterSettings
 from specdec.router.steps import load_policy
+from specdec.router.upstream import Upstream
 from specdec.telemetry import RouterMetrics, health_app, health_routes
 
 log = logging.getLogger(__name__)
@@ -63,33 +64,24 @@ class Router:
         )
         self.fleet = Fleet(settings.pairs, self._pair, self.admission.wake)
         self.proxy: Proxy
-        self.client: httpx.AsyncClient
         self.draining = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Its connections to the pairs are open inside."""
         s = self._settings
-        timeout = httpx.Timeout(s.read_timeout_s, connect=s.connect_timeout_s)
-        limits = httpx.Limits(
-            max_connections=None,
-            max_keepalive_connections=64,
-            keepalive_expiry=2,  # vLLM closes after 5 s: a connection must not be used while it does
-        )
         bounds = Limits(int(s.max_body_mb * 2**20), s.max_prompt_tokens, s.max_choices, s.max_logprobs)
-        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as self.client:
-            self.proxy = Proxy(
-                self.client, self.fleet, self.admission, bounds, self.metrics, own_keys=self.keys is not None
-            )
-            work = [self.fleet.run()]
-            work.append(look_after(self.proxy.relays, self.metrics, s.keepalive_s, s.write_timeout_s))
-            if self.keys is not None:
-                work.append(self.keys.follow())
-            tasks = [asyncio.create_task(one) for one in work]
-            yield
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        upstream = Upstream(s.connect_timeout_s, s.read_timeout_s)
+        self.proxy = Proxy(upstream, self.fleet, self.admission, bounds, self.metrics, own_keys=self.keys is not None)
+        work = [self.fleet.run(), look_after(self.proxy.relays, self.metrics, s.keepalive_s, s.write_timeout_s)]
+        if self.keys is not None:
+            work.append(self.keys.follow())
+        tasks = [asyncio.create_task(one) for one in work]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        upstream.close()
 
     async def drain(self, grace_s: float) -> None:
         """From now on new requests are refused, and readiness says so. Returns once none runs; those that still do
@@ -138,10 +130,10 @@ class Router:
         return await self.proxy.forward(http)
 
     async def _document(self) -> Response:
+        answer = await self.proxy.get(b"/openapi.json")
         try:
-            answer = await self.client.get(self.fleet.choose().http_url + "/openapi.json", timeout=10)
-            return JSONResponse(openapi.document(answer.raise_for_status().json(), keys=self.keys is not None))
-        except (httpx.HTTPError, ValueError) as error:
+            return JSONResponse(openapi.document(json.loads(answer), keys=self.keys is not None))
+        except (ValueError, AttributeError) as error:
             raise ApiError("engine_unavailable", "the engine does not give its document") from error
 
     def _capacity(self) -> int:
@@ -181,7 +173,6 @@ def create_app(settings: RouterSettings) -> FastAPI:
     app.state.admin = health_app(router.metrics.registry, router.readiness)
     health_routes(app, None, router.readiness)
 
-    @app.api_route("/{path:path}", methods=_METHODS)
     async def forward(http: HttpRequest) -> Response:
         status = "500"
         try:
@@ -197,6 +188,8 @@ def create_app(settings: RouterSettings) -> FastAPI:
             return Response(status_code=499)
         finally:
             router.metrics.requests.labels(routes.label(http.scope["path"]), status).inc()
+
+    app.add_route("/{path:path}", forward, methods=_METHODS)
 
     @app.exception_handler(HTTPException)
     async def refused(http: HttpRequest, error: HTTPException) -> Response:

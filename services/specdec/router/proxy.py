@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -24,6 +23,7 @@ from specdec.router.fleet import Fleet
 from specdec.router.limits import GENERATING, Asked, Limits, read, read_body
 from specdec.router.pairs import Pair, Request
 from specdec.router.relay import Relayed, Watch, joined_events
+from specdec.router.upstream import Answer, BrokenOff, EngineError, Silent, Unreached, Upstream
 from specdec.telemetry import RouterMetrics
 
 _SETTLE_S = 0.05  # how long an answer waits for its last verdict
@@ -37,15 +37,16 @@ _DROPPED = frozenset(
 _SECRET = frozenset((b"authorization", b"x-api-key"))  # the router's own keys
 _UNBUFFERED = {b"x-accel-buffering": b"no", b"cache-control": b"no-cache"}  # asks proxies in front to stream, too
 _ID_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
+_UNSAFE = re.compile(rb"[\x00-\x20\x7f]")  # what would end the request line
 _DEAD = re.compile(r"EngineCore|EngineDead")
 _BROKEN = "the engine broke off its answer"
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Begun:
     """What a pair has begun to answer. `whole` is its body, where that is a document to be counted."""
 
-    http: httpx.Response
+    http: Answer
     request: Request
     whole: bytes | None
 
@@ -59,11 +60,11 @@ class _TryAnother(Exception):
 
 
 class Proxy:
-    """Forwards to pairs with one client."""
+    """Forwards to pairs."""
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
+        upstream: Upstream,
         fleet: Fleet,
         admission: Admission,
         limits: Limits,
@@ -71,7 +72,7 @@ class Proxy:
         *,
         own_keys: bool,
     ) -> None:
-        self._client, self._fleet, self._admission, self._limits = client, fleet, admission, limits
+        self._upstream, self._fleet, self._admission, self._limits = upstream, fleet, admission, limits
         self._metrics, self._secret = metrics, _SECRET if own_keys else frozenset[bytes]()
         self.watches: set[Watch] = set()
         self.relays: set[Relayed] = set()
@@ -91,21 +92,21 @@ class Proxy:
                 place = self._admission.admitted(asked.sessions, asked.tokens)
                 await watch.race(held.enter_async_context(place))
             answer = await self._ask(http, asked, watch, held)
-            headers = [*self._kept(answer.http.headers.raw)]
+            headers = [*self._kept(answer.http.headers)]
             headers.append((b"x-request-id", answer_request_id(http, answer.request.id).encode()))
             if answer.whole is not None:
-                response = Response(await _counted_document(answer.whole, answer.request), answer.http.status_code)
+                response = Response(await _counted_document(answer.whole, answer.request), answer.http.status)
                 response.raw_headers += headers
                 return response
             stream = _is(answer.http, "text/event-stream")
             if stream:
                 headers = [(name, value) for name, value in headers if name not in _UNBUFFERED] + [*_UNBUFFERED.items()]
-            parts = answer.http.aiter_raw()
+            parts = answer.http.parts()
             if stream and path in GENERATING:
                 parts = _events(parts, answer.request, asked.usage_at_end)
             relay = Relayed(
                 _told(parts, stream),
-                answer.http.status_code,
+                answer.http.status,
                 headers,
                 stream=stream,
                 request=answer.request,
@@ -115,9 +116,20 @@ class Proxy:
             relay.track(self.relays, self._metrics)
             return relay
 
+    async def get(self, target: bytes) -> bytes:
+        """What a pair's vLLM answers the router itself. Raises ApiError."""
+        try:
+            answer = await self._upstream.ask(self._fleet.choose().http_url, "GET", target, [], b"")
+            try:
+                return await answer.whole()
+            finally:
+                answer.close()
+        except EngineError as error:
+            raise _unreachable(error) from error
+
     # ---- a pair's answer
 
-    async def _ask(self, http: HttpRequest, asked: Asked, watch: Watch, held: AsyncExitStack) -> _Answer:
+    async def _ask(self, http: HttpRequest, asked: Asked, watch: Watch, held: AsyncExitStack) -> _Begun:
         """The first pair's answer that is one. Another pair is tried while nothing has been sent to the client: as
         often as there are pairs where a pair could not be reached, and once where it failed later."""
         tried: list[Pair] = []
@@ -141,9 +153,7 @@ class Proxy:
                 tried.append(pair)
                 failure, sent = error.failure, sent or error.sent
 
-    async def _attempt(
-        self, http: HttpRequest, pair: Pair, asked: Asked, watch: Watch, held: AsyncExitStack
-    ) -> _Answer:
+    async def _attempt(self, http: HttpRequest, pair: Pair, asked: Asked, watch: Watch, held: AsyncExitStack) -> _Begun:
         path = http.scope["path"]
         request = Request(f"specdec-{uuid.uuid4().hex}", asked.max_steps, asked.sessions)
         pair.register(request)
@@ -151,43 +161,37 @@ class Proxy:
         started = time.monotonic()
         try:
             answer = await watch.race(self._send(http, pair, request, asked.body))
-            held.push_async_callback(answer.aclose)  # ends vLLM's work if that is not done
+            held.callback(answer.close)  # ends vLLM's work if that is not done
             self._metrics.first_byte.observe(time.monotonic() - started)
-            if answer.status_code >= 300:
+            if answer.status >= 300:
                 raise await self._refused(answer, asked, watch)
             document = path in GENERATING and _is(answer, "application/json")
-            whole = await watch.race(_all(answer)) if document else None
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise _TryAnother(_unreachable(error), sent=False) from error
-        except httpx.TimeoutException as error:
+            whole = await watch.race(answer.whole()) if document else None
+        except Silent as error:
             raise _unreachable(error) from error
-        except httpx.HTTPError as error:
-            raise _TryAnother(_unreachable(error), sent=True) from error
-        return _Answer(answer, request, whole)
+        except EngineError as error:
+            raise _TryAnother(_unreachable(error), sent=not isinstance(error, Unreached)) from error
+        return _Begun(answer, request, whole)
 
-    async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> httpx.Response:
+    async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> Answer:
         headers = [*self._kept(http.headers.raw), (b"x-request-id", request.id.encode())]
         headers.append((b"accept-encoding", b"identity"))
-        base, query = httpx.URL(pair.http_url), http.scope["query_string"]
-        target = base.raw_path.rstrip(b"/") + http.scope["raw_path"] + (b"?" + query if query else b"")
-        try:
-            url = base.copy_with(raw_path=target)
-        except (httpx.InvalidURL, ValueError) as error:
-            raise ApiError("invalid_request", "the request's path or query is not a valid one") from error
-        return await self._client.send(
-            self._client.build_request(http.method, url, headers=headers, content=body), stream=True
-        )
+        query = http.scope["query_string"]
+        target = http.scope["raw_path"] + (b"?" + query if query else b"")
+        if _UNSAFE.search(target):
+            raise ApiError("invalid_request", "the request's path or query is not a valid one")
+        return await self._upstream.ask(pair.http_url, http.method, target, headers, body)
 
-    async def _refused(self, answer: httpx.Response, asked: Asked, watch: Watch) -> Exception:
+    async def _refused(self, answer: Answer, asked: Asked, watch: Watch) -> Exception:
         """vLLM's error in our form; one that says its engine is gone is worth another pair."""
         body = b""
-        parts = answer.aiter_raw()
+        parts = answer.parts()
         while len(body) < _ERROR_BYTES and (part := await watch.race(_next(parts))) is not None:
             body += part
-        status = answer.status_code if answer.status_code >= 400 else 404  # a redirect would leave the router
+        status = answer.status if answer.status >= 400 else 404  # a redirect would leave the router
         error = of_engine(status, body, asked.body)
-        if answer.headers.get("retry-after", "").isdigit():
-            error.retry_after_s = int(answer.headers["retry-after"])
+        if (after := answer.header(b"retry-after")).isdigit():
+            error.retry_after_s = int(after)
         if status in (502, 503) or (status == 500 and _DEAD.search(error.message)):
             return _TryAnother(ApiError("engine_unavailable", error.message), sent=True)
         return error
@@ -203,7 +207,10 @@ class Proxy:
 async def _events(parts: AsyncIterator[bytes], request: Request, usage_at_end: bool) -> AsyncIterator[bytes]:
     """An answer's events: the draft's counts in those that carry usage, `"usage": null` in the others where the client
     asked for it at the end, and an error for an end that is none. Every other byte as it came."""
+    done = False
     async for event in joined_events(parts):
+        if done:  # read on to the body's end, so that the connection can be used again
+            continue
         if b'"usage"' in event and b'"usage":{' in event.replace(b" ", b""):
             yield await _counted(event, request)
         elif event.startswith(b'data: {"error"'):
@@ -213,10 +220,10 @@ async def _events(parts: AsyncIterator[bytes], request: Request, usage_at_end: b
             text = event.rstrip()
             yield text[:-1] + b',"usage":null}' + event[len(text) :] if text.endswith(b"}") else event
         else:
+            done = event.startswith(b"data: [DONE]")
             yield event
-            if event.startswith(b"data: [DONE]"):
-                return
-    yield ApiError("engine_unavailable", _BROKEN).event()
+    if not done:
+        yield ApiError("engine_unavailable", _BROKEN).event()
 
 
 async def _told(parts: AsyncIterator[bytes], stream: bool) -> AsyncIterator[bytes]:
@@ -225,7 +232,7 @@ async def _told(parts: AsyncIterator[bytes], stream: bool) -> AsyncIterator[byte
     try:
         async for part in parts:
             yield part
-    except httpx.HTTPError as error:
+    except EngineError as error:
         if not stream:
             raise _unreachable(error) from error
         yield _unreachable(error).event()
@@ -270,18 +277,14 @@ def _with_counts(answer: dict[str, Any], accepted: int, rejected: int) -> bytes:
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def _is(answer: httpx.Response, media_type: str) -> bool:
-    return str(answer.headers.get("content-type", "")).startswith(media_type)
+def _is(answer: Answer, media_type: str) -> bool:
+    return answer.header(b"content-type").startswith(media_type)
 
 
-def _unreachable(error: httpx.HTTPError) -> ApiError:
-    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+def _unreachable(error: EngineError) -> ApiError:
+    if isinstance(error, Silent):
         return ApiError("engine_timeout", "the engine did not answer in time")
-    return ApiError("engine_unavailable", f"the engine cannot be reached, or {_BROKEN.removeprefix('the engine ')}")
-
-
-async def _all(answer: httpx.Response) -> bytes:
-    return b"".join([part async for part in answer.aiter_raw()])
+    return ApiError("engine_unavailable", _BROKEN if isinstance(error, BrokenOff) else "the engine cannot be reached")
 
 
 async def _next(parts: AsyncIterator[bytes]) -> bytes | None:
