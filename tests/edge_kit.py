@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from fake_engine import FakePair, fake_pair, until
 from specdec.proto import speculation_pb2 as pb
@@ -138,6 +139,7 @@ class Router:
     fake: FakePair
     pair: Pair
     client: httpx.AsyncClient
+    app: FastAPI
     runner: asyncio.Runner | None = None
     before: dict[Any, float] = field(default_factory=dict)
 
@@ -208,7 +210,7 @@ async def routed(folder: Path, answer: Answer, **settings: Any) -> AsyncIterator
             pair = app.state.pairs[0]
             await until(lambda: pair.ready and fake.router_until_ns)
             async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client:
-                yield Router(url, vllm, fake, pair, client)
+                yield Router(url, vllm, fake, pair, client, app)
 
 
 @contextlib.asynccontextmanager
@@ -222,6 +224,23 @@ async def sent(router: Router, request: bytes) -> AsyncIterator[tuple[asyncio.St
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def rude_engine(*parts: bytes) -> AsyncIterator[str]:
+    """A server that answers each request with these bytes, and breaks off."""
+
+    async def talk(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    async with server:
+        yield "http://{}:{}".format(*server.sockets[0].getsockname())
 
 
 def url_of(listener: socket.socket) -> str:

@@ -9,7 +9,6 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +34,7 @@ from edge_kit import (
     refused,
     reply,
     routed,
+    rude_engine,
     run,
     sent,
     start,
@@ -705,23 +705,6 @@ def test_a_pair_that_was_never_reached_is_not_ready(tmp_path):
                 assert (await client.get("/livez")).json()["live"] is True
 
     run(main)
-
-
-@contextlib.asynccontextmanager
-async def rude_engine(*parts: bytes) -> AsyncIterator[str]:
-    """A server that answers each request with these bytes, and breaks off."""
-
-    async def talk(reader, writer):
-        await reader.readuntil(b"\r\n\r\n")
-        for part in parts:
-            writer.write(part)
-            await writer.drain()
-            await asyncio.sleep(0.01)
-        writer.close()
-
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
-    async with server:
-        yield "http://{}:{}".format(*server.sockets[0].getsockname())
 
 
 def test_an_engine_that_refuses_or_hangs_up_before_an_answer_is_503(router):

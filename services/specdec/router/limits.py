@@ -22,9 +22,9 @@ _BYTES_A_TOKEN = 4
 _MEDIA = re.compile(rb'"(?:data:[^",]*,)?[A-Za-z0-9+/]{1024,}={0,2}"')  # base64, not read as text
 _MEDIA_TOKENS = 1000
 _PREFIX = 1 << 16  # bytes of a prompt that say which pair may have it in its cache
-_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"]*"')
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 Fields = dict[str, msgspec.Raw]
 
 
@@ -177,7 +177,8 @@ def _deeper(body: bytes, limit: int) -> bool:
     """Whether arrays and objects are nested deeper. Each pass takes the innermost away, in C's speed."""
     if body.count(b"[") + body.count(b"{") <= limit:
         return False
-    brackets = _STRINGS.sub(b"", body).translate(_BRACKETS, _NO_BRACKETS)
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_BRACKETS, _NO_BRACKETS)
+    brackets = _STRING.sub(b"", plain.replace(b'""', b""))  # the strings left have brackets in them
     for _ in range(limit):
         shorter = brackets.replace(b"[]", b"")
         if len(shorter) == len(brackets):
