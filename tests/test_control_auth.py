@@ -162,11 +162,11 @@ def test_tls_and_the_secret_go_together(tmp_path, secrets):
 def test_files_that_are_missing_or_empty_name_their_flag(tmp_path):
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "cert").write_text("x")
-    with pytest.raises(SettingsError, match="--control-secret-file .*empty"):
+    with pytest.raises(SettingsError, match=r"--control-secret-file .*empty"):
         ControlAuth(tmp_path / "empty")
-    with pytest.raises(SettingsError, match="--control-secret-file .*No such file"):
+    with pytest.raises(SettingsError, match=r"--control-secret-file .*No such file"):
         ControlAuth(tmp_path / "none")
     with pytest.raises(SettingsError, match=r"^--control-tls-key: certificate, key and authority go together"):
         ControlAuth(cert=tmp_path / "cert", ca=tmp_path / "cert")
-    with pytest.raises(SettingsError, match="--control-tls-ca .*No such file"):
+    with pytest.raises(SettingsError, match=r"--control-tls-ca .*No such file"):
         ControlAuth(cert=tmp_path / "cert", key=tmp_path / "cert", ca=tmp_path / "none")
