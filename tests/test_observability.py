@@ -115,7 +115,7 @@ def watching(engine_stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> I
     seen = Watching(f"http://127.0.0.1:{prometheus}")
     stack = engine_stack
     targets = {
-        "router": stack.url,
+        "router": stack.admin_url,
         "verifier": stack.verifier_url,
         "draft": stack.draft_url,
         "vllm": stack.vllm_url,
@@ -209,7 +209,7 @@ def test_every_panel_and_alert_shows_the_load_and_a_dead_draft_reaches_the_webho
     time.sleep(1.2)  # the last scrape of the load
 
     # each service's scrape has the table's names, and no others
-    for service, url in (("router", stack.url), ("verifier", stack.verifier_url), ("draft", stack.draft_url)):
+    for service, url in (("router", stack.admin_url), ("verifier", stack.verifier_url), ("draft", stack.draft_url)):
         text = httpx.get(f"{url}/metrics", trust_env=False).text
         names = set(re.findall(r"^# TYPE (specdec_\w+) ", text, re.M))
         assert names == {entry.name for entry in METRICS[service]} - WITH_WEIGHTS
@@ -253,7 +253,9 @@ def test_several_routers_add_up(engine_stack: Stack):
     """Each is a target of its own; together they have counted what was asked, and the pair what they delivered."""
     engine_stack.start_router()
     engine_stack.wait_ready()
-    urls = [engine_stack.url, engine_stack.add_router()]
+    (port,) = free_ports(1)
+    urls = [engine_stack.url, engine_stack.add_router("--admin-port", str(port))]
+    admins = [engine_stack.admin_url, f"http://127.0.0.1:{port}"]
 
     def counted(url: str, name: str, **labels: str) -> float:
         text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
@@ -264,11 +266,11 @@ def test_several_routers_add_up(engine_stack: Stack):
     before = counted(engine_stack.verifier_url, "specdec_tokens_total")
     with ThreadPoolExecutor(4) as pool:
         tokens = sum(pool.map(lambda number: chat(urls[number % 2], number, 16), range(8)))
-    ended = [counted(url, "specdec_router_outcomes_total", outcome="length") for url in urls]
+    ended = [counted(url, "specdec_router_outcomes_total", outcome="length") for url in admins]
     assert ended == [4, 4]
-    until(lambda: sum(counted(url, "specdec_router_tokens_total") for url in urls) == tokens == 8 * 16)
+    until(lambda: sum(counted(url, "specdec_router_tokens_total") for url in admins) == tokens == 8 * 16)
     until(lambda: counted(engine_stack.verifier_url, "specdec_tokens_total") - before == tokens)
-    assert [counted(url, "specdec_router_requests_in_flight") for url in urls] == [0, 0]
+    assert [counted(url, "specdec_router_requests_in_flight") for url in admins] == [0, 0]
 
 
 # ---- traces

@@ -12,14 +12,15 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import generate_latest
 
+from edge_kit import CHAT, DONE, chunk, delta, event, never, raw_post, reply, routed, sent, start, stream, url_of
 from fake_engine import until
 from specdec.logs import FIELDS, request_id
 from specdec.proto import speculation_pb2 as pb
 from specdec.router.app import create_app
 from specdec.router.observed import Observation
+from specdec.serve import listen, serving
 from specdec.telemetry import OUTCOMES, RouterMetrics
 from specdec.tracing import Tracing
-from test_proxy import CHAT, DONE, chunk, delta, event, never, raw_post, reply, routed, sent, start, stream
 
 ERROR = b'data: {"error": {"message": "no", "type": "server_error"}}\n\n'
 CALLER, CALLER_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -118,7 +119,7 @@ def test_a_client_that_goes_is_an_abort(tmp_path, when):
 
     async def main():
         async with routed(tmp_path, half if when == "in the stream" else never) as router:
-            request = raw_post(CHAT, b"x" * 1000)
+            request = raw_post(CHAT, json.dumps({"messages": [], "user": "x" * 1000}).encode())
             async with sent(router, request[:-500] if when == "while sending" else request) as (reader, _):
                 await until(lambda: router.in_flight == 1)
                 if when == "in the stream":
@@ -258,7 +259,7 @@ def test_every_line_of_a_request_has_its_id_and_none_its_text(tmp_path, caplog, 
             for answer in (reply(document("stop", text=secret)), stream(delta(secret), ERROR), broken_stream):
                 router.vllm.answer = answer
                 await router.post(fields={"messages": [{"role": "user", "content": secret}], "user": secret})
-            monkeypatch.setattr("specdec.router.proxy.prepare", lambda path, body: 1 / 0)
+            monkeypatch.setattr("specdec.router.proxy.read", lambda path, body, limits: 1 / 0)
             await router.post(fields={"prompt": secret})
             monkeypatch.undo()
 
@@ -283,7 +284,7 @@ def test_every_line_of_a_request_has_its_id_and_none_its_text(tmp_path, caplog, 
 def traced(exporter: InMemorySpanExporter, monkeypatch) -> Tracing:
     """Puts a tracer before the routers that `routed` makes."""
     tracing = Tracing("specdec-router", exporter)
-    monkeypatch.setattr("test_proxy.create_app", lambda settings: create_app(settings, tracing))
+    monkeypatch.setattr("edge_kit.create_app", lambda settings: create_app(settings, tracing))
     return tracing
 
 
@@ -387,7 +388,7 @@ def test_a_collector_that_cannot_be_reached_costs_no_time(tmp_path, monkeypatch)
         return time.monotonic() - started
 
     async def main():
-        monkeypatch.setattr("test_proxy.create_app", lambda settings: create_app(settings, tracing))
+        monkeypatch.setattr("edge_kit.create_app", lambda settings: create_app(settings, tracing))
         async with routed(tmp_path, reply(document("stop"))) as router:
             await ask(router)
             await asyncio.sleep(0.1)  # the exporter waits by now
@@ -407,13 +408,15 @@ def test_a_scrape_under_load_is_quick(tmp_path):
                     for _ in range(4):
                         await client.post(CHAT, json={})
 
+            listener = listen("127.0.0.1", 0, "admin")
             loads = [asyncio.create_task(load()) for _ in range(8)]
             times = []
-            for _ in range(10):
-                await asyncio.sleep(0.02)
-                started = time.monotonic()
-                assert (await router.client.get("/metrics")).status_code == 200
-                times.append(time.monotonic() - started)
+            async with serving(router.app.state.admin, listener), httpx.AsyncClient(trust_env=False) as client:
+                for _ in range(10):
+                    await asyncio.sleep(0.02)
+                    started = time.monotonic()
+                    assert (await client.get(f"{url_of(listener)}/metrics")).status_code == 200
+                    times.append(time.monotonic() - started)
             await asyncio.gather(*loads)
             assert sorted(times)[5] < 0.1
 

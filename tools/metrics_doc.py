@@ -7,7 +7,7 @@ from specdec.telemetry import METRICS, Entry
 
 OUT = Path(__file__).parent.parent / "docs" / "metrics.md"
 _WHERE = {
-    "router": "the router's port (8000), one target for each router",
+    "router": "the router's `--admin-port` (8001), one target for each router",
     "verifier": "the verifier's `--health-port` (8102)",
     "draft": "the draft's `--health-port` (8103)",
 }

@@ -143,13 +143,14 @@ class Stack:
         port: int | None = None,
         progress: Progress = quiet,
     ) -> None:
-        vllm, self.control_port, verifier_health, draft_health, router = free_ports(5)
+        vllm, self.control_port, verifier_health, draft_health, router, admin = free_ports(6)
         reached = _LOOPBACK if host in ("0.0.0.0", "::") else host
         self.url, self.vllm_url = f"http://{reached}:{port or router}", f"http://{_LOOPBACK}:{vllm}"
         self.verifier_url, self.draft_url = (
             f"http://{_LOOPBACK}:{verifier_health}",
             f"http://{_LOOPBACK}:{draft_health}",
         )
+        self.admin_url, self._admin_port = f"http://{_LOOPBACK}:{admin}", admin  # the router's metrics
         self.pair = f"{os.getpid()}-{vllm}"
         self._logs, self._progress = logs, progress
         self._env = {**defaults, **os.environ, **(env or {})}
@@ -197,13 +198,16 @@ class Stack:
         if self.router is not None:
             self.router.process.stop()
         own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--host", self._host, "--port", str(self._router_port)]
+        own += ["--admin-port", str(self._admin_port)]
+        if self._host not in (_LOOPBACK, "::1", "localhost") and "SPECDEC_ROUTER_API_KEYS_FILE" not in self._env:
+            own.append("--no-auth")  # `specdec up` is for one's own machine; keys are the variable's
         self.router = self._service("router", [*own, *self._router_args, *args], self.url)
 
     def add_router(self, *args: str) -> str:
         """Starts one more router for the pair and returns its URL once it can speculate."""
-        (port,) = free_ports(1)
+        port, admin = free_ports(2)
         url = f"http://{_LOOPBACK}:{port}"
-        own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--port", str(port)]
+        own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--port", str(port), "--admin-port", str(admin)]
         router = self._service("router", [*own, *args], url)
         self._more_routers.append(router)
         router.wait_ready(60)

@@ -40,7 +40,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PairDescription(_message.Message):
-    __slots__ = ("pair", "model", "http_url", "max_steps", "max_sessions", "engine_ready", "draft_up", "draft_detail", "specdec_version", "vllm_version")
+    __slots__ = ("pair", "model", "http_url", "max_steps", "max_sessions", "engine_ready", "draft_up", "draft_detail", "specdec_version", "vllm_version", "step_age_ms")
     PAIR_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     HTTP_URL_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class PairDescription(_message.Message):
     DRAFT_DETAIL_FIELD_NUMBER: _ClassVar[int]
     SPECDEC_VERSION_FIELD_NUMBER: _ClassVar[int]
     VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     pair: str
     model: str
     http_url: str
@@ -61,7 +62,8 @@ class PairDescription(_message.Message):
     draft_detail: str
     specdec_version: str
     vllm_version: str
-    def __init__(self, pair: _Optional[str] = ..., model: _Optional[str] = ..., http_url: _Optional[str] = ..., max_steps: _Optional[int] = ..., max_sessions: _Optional[int] = ..., engine_ready: _Optional[bool] = ..., draft_up: _Optional[bool] = ..., draft_detail: _Optional[str] = ..., specdec_version: _Optional[str] = ..., vllm_version: _Optional[str] = ...) -> None: ...
+    step_age_ms: int
+    def __init__(self, pair: _Optional[str] = ..., model: _Optional[str] = ..., http_url: _Optional[str] = ..., max_steps: _Optional[int] = ..., max_sessions: _Optional[int] = ..., engine_ready: _Optional[bool] = ..., draft_up: _Optional[bool] = ..., draft_detail: _Optional[str] = ..., specdec_version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., step_age_ms: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("session", "slot", "id", "steps", "window", "seen", "lease_ms")

@@ -25,6 +25,10 @@ class VerifierSettings(Settings):
     control_port: int = Field(8101, ge=1, le=65535, description="gRPC: orders in, verdicts out")
     health_port: int = Field(8102, ge=1, le=65535, description="/livez, /readyz and /metrics of the pair")
     advertise: str = Field("", description="URL under which routers reach vLLM; default http://HOST:PORT")
+    control_secret_file: Path | None = Field(None, description="secret that routers must know, too")
+    control_tls_cert: Path | None = Field(None, description="the control port's certificate (PEM)")
+    control_tls_key: Path | None = Field(None, description="its key")
+    control_tls_ca: Path | None = Field(None, description="authority that routers' certificates must be of")
     max_steps: int = Field(8, ge=1, le=64, description="largest step count k an order may ask for")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sessions vLLM runs at once (its own --max-num-seqs)")
     draft_deadline_ms: float = Field(

@@ -16,6 +16,7 @@ import httpx
 import specdec
 from specdec.channel.layout import Layout
 from specdec.channel.segment import Role, Segment, now_ns, segment_path
+from specdec.control_auth import ControlAuth
 from specdec.errors import SettingsError, SetupError
 from specdec.guard import Guarded
 from specdec.proto import speculation_pb2 as pb
@@ -100,6 +101,12 @@ class Supervisor:
             raise SettingsError(f"--host {settings.host} needs --advertise: the URL under which routers reach vLLM")
         self._address = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._url = settings.advertise or f"http://{self._address}:{settings.port}"
+        self._auth = ControlAuth(
+            settings.control_secret_file,
+            settings.control_tls_cert,
+            settings.control_tls_key,
+            settings.control_tls_ca,
+        )
         self._engine_ready = False
         self._metrics = PairMetrics()
         self._stopping = asyncio.Event()
@@ -120,9 +127,9 @@ class Supervisor:
             self._metrics.info.labels(s.pair, s.model, specdec.__version__, self._vllm_version).set(1)
             self._metrics.segment_bytes.set(layout.size)
             self._control = Control(segment, self._describe, self._metrics)
-            server = grpc.aio.server(options=_SERVER)
+            server = grpc.aio.server(interceptors=self._auth.interceptors(), options=_SERVER)
             pb_grpc.add_SpeculationServicer_to_server(self._control, server)
-            server.add_insecure_port(f"{self._address}:{s.control_port}")
+            self._auth.listen(server, f"{self._address}:{s.control_port}")
             sockets = Scratch("specdec-vllm-")  # vLLM leaves its sockets where it makes them
             variables = {SEGMENT_VARIABLE: str(segment.path), HEAD_VARIABLE: str(s.head or "")}
             variables["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", str(sockets.path))
@@ -189,11 +196,16 @@ class Supervisor:
             return False, f"the draft has been silent for {silent_ns / 1e9:.0f} s"
         return True, f"up, process {self._segment.word('draft.pid').value}"
 
+    def _step_age_s(self) -> float:
+        """Since the engine began a cycle; 0 while no session is open."""
+        silent_s = (now_ns() - self._segment.word("engine.beat_ns").value) / 1e9
+        return max(0.0, silent_s) if self._control.sessions else 0.0
+
     def _readiness(self) -> dict[str, Any]:
         up, detail = self._draft_state()
         reasons = [] if self._engine_ready else ["vLLM does not answer /health yet"]
-        silent_s = (now_ns() - self._segment.word("engine.beat_ns").value) / 1e9
-        if self._control.sessions and silent_s > self._settings.stall_s:
+        silent_s = self._step_age_s()
+        if silent_s > self._settings.stall_s:
             reasons.append(f"the engine has not begun a cycle for {silent_s:.0f} s, with sessions open")
         return {
             "ready": not reasons,
@@ -215,4 +227,5 @@ class Supervisor:
             draft_detail=detail,
             specdec_version=specdec.__version__,
             vllm_version=self._vllm_version,
+            step_age_ms=min(2**32 - 1, int(self._step_age_s() * 1000)),
         )
