@@ -118,7 +118,7 @@ def test_a_client_that_goes_is_an_abort(tmp_path, when):
 
     async def main():
         async with routed(tmp_path, half if when == "in the stream" else never) as router:
-            request = raw_post(CHAT, b"x" * 1000)
+            request = raw_post(CHAT, json.dumps({"messages": [], "user": "x" * 1000}).encode())
             async with sent(router, request[:-500] if when == "while sending" else request) as (reader, _):
                 await until(lambda: router.in_flight == 1)
                 if when == "in the stream":
