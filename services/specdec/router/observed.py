@@ -20,7 +20,7 @@ from specdec.telemetry import OUTCOMES, ROUTES, RouterMetrics
 
 log = logging.getLogger(__name__)
 _KEY = "specdec.observation"
-_UNWATCHED = ("/livez", "/readyz", "/metrics")
+_UNCOUNTED = ("/livez", "/readyz", "/metrics")
 _STREAMED = ("/v1/chat/completions", "/v1/completions")
 _FINISH = re.compile(rb'"finish_reason":\s?"(\w+)"')  # inside a JSON string its quotes would be escaped
 _ERROR_EVENT = re.compile(rb'data: ?\{"error"')
@@ -229,10 +229,15 @@ class Observed:
         self._answer_part = metrics.proxy.labels("answer")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _UNWATCHED:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        seen = scope[_KEY] = Observation(scope, self._metrics, self._tracer, self._cycle_every)
+        uncounted = scope["path"] in _UNCOUNTED
+        tracer = None if uncounted else self._tracer
+        seen = scope[_KEY] = Observation(scope, self._metrics, tracer, self._cycle_every)
+        if uncounted:
+            await self._app(scope, receive, send)
+            return
 
         async def receive_watched() -> Message:
             message = await receive()
