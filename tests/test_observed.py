@@ -104,7 +104,6 @@ def test_what_the_router_itself_refuses_is_counted_as_any_other(tmp_path):
             await until(lambda: outcomes(router) == Counter(refused=1, error=1))
             for path in ("/livez", "/readyz"):
                 await router.client.get(path)
-                assert (await router.client.post(path)).status_code == 405
             assert sum(outcomes(router).values()) == 2
 
     run(main())

@@ -232,7 +232,7 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        uncounted = scope["path"] in _UNCOUNTED
+        uncounted = scope["path"] in _UNCOUNTED and scope["method"] == "GET"
         tracer = None if uncounted else self._tracer
         seen = scope[_KEY] = Observation(scope, self._metrics, tracer, self._cycle_every)
         if uncounted:
