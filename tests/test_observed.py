@@ -461,3 +461,51 @@ def test_a_session_that_is_opened_again_is_no_other(tmp_path):
     seen.closed()
     value = metrics.registry.get_sample_value("specdec_router_time_per_output_token_seconds_sum")
     assert 0.02 / 4 <= value < 0.04 / 4
+
+
+def observed(tracing: Tracing | None = None) -> Observation:
+    """A stream's, whose head has been sent."""
+    scope = {"path": CHAT, "method": "POST", "headers": []}
+    seen = Observation(scope, RouterMetrics(), tracing.tracer if tracing else None, 16)
+    seen.begun({"status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    return seen
+
+
+@pytest.mark.parametrize(("event", "outcome"), [(finish("tool_calls"), "tool_calls"), (ERROR, "error")])
+def test_what_says_how_a_stream_ended_may_be_cut_anywhere(event, outcome):
+    for cut in range(len(event)):
+        seen = observed()
+        for part in (delta("a") + event[:cut], event[cut:], DONE):
+            seen.part(part, more=part != DONE)
+        assert seen._outcome(failed=False) == outcome
+
+
+def test_an_answer_that_was_not_ended_is_an_error():
+    seen = observed()
+    seen.part(delta("a") + finish("stop") + DONE, more=True)
+    assert seen._outcome(failed=False) == "error"
+
+
+def test_a_client_that_went_has_no_whole_answer_though_all_was_sent():
+    seen = observed()
+    seen.part(delta("a"), more=True)
+    seen.disconnected()
+    seen.part(finish("stop") + DONE, more=False)
+    assert seen._outcome(failed=False) == "abort"
+
+
+def test_a_cycles_spans_have_the_verdicts_times():
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("specdec-router", exporter)
+    seen = observed(tracing)
+    frame = pb.VerdictFrame(draft_us=1000, schedule_us=200, verify_us=30_000, output_us=800)
+    before_ns = time.time_ns()
+    seen.committed(pb.Verdict(kind=pb.VERDICT_KIND_CYCLE, steps=4, proposed=4, accepted=3, committed=4), frame, 1)
+    after_ns = time.time_ns()
+    tracing.shutdown()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert before_ns <= spans["cycle"].end_time <= after_ns
+    lengths_us = {name: (span.end_time - span.start_time) // 1000 for name, span in spans.items()}
+    assert lengths_us == {"draft": 1000, "schedule": 200, "verify": 30_000, "output": 800, "cycle": 32_000}
+    assert spans["draft"].end_time == spans["schedule"].start_time
+    assert spans["output"].end_time == spans["cycle"].end_time

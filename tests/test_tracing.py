@@ -1,6 +1,7 @@
 """tracing.py: when spans are sent, where, and that an end does not wait for them."""
 
 import time
+from itertools import pairwise
 
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -8,6 +9,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from specdec.errors import SettingsError
 from specdec.tracing import Tracing, traces_url
+from specdec.verifier.settings import VerifierSettings
+from specdec.verifier.supervisor import engine_command, engine_environment
 
 BASE, TRACES = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 
@@ -68,3 +71,20 @@ def test_an_end_does_not_wait_for_a_collector_that_hangs():
     started = time.monotonic()
     tracing.shutdown()
     assert time.monotonic() - started < 4
+
+
+def test_vllm_is_told_of_the_collector_too(monkeypatch):
+    settings = VerifierSettings(model="m")
+    for variable in (BASE, TRACES):
+        monkeypatch.delenv(variable, raising=False)
+    assert "--otlp-traces-endpoint" not in engine_command(settings, [])
+    assert "OTEL_SERVICE_NAME" not in engine_environment()
+    monkeypatch.setenv(BASE, "http://c:4318")
+    command = engine_command(settings, ["--otlp-traces-endpoint", "http://own"])
+    given = [value for flag, value in pairwise(command) if flag == "--otlp-traces-endpoint"]
+    assert given == ["http://c:4318/v1/traces", "http://own"]  # the last one counts
+    environment = engine_environment()
+    assert environment["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"  # vLLM's default is gRPC
+    assert environment["OTEL_EXPORTER_OTLP_TIMEOUT"] == "2"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "7")
+    assert engine_environment()["OTEL_EXPORTER_OTLP_TIMEOUT"] == "7"

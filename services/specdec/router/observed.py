@@ -155,7 +155,7 @@ class Observation:
         log.info(text, *values, extra={FIELDS: fields})
 
     def _outcome(self, failed: bool) -> str:
-        if self._status == 499 or (self._gone and not self._whole):
+        if self._status == 499 or self._gone:
             return "abort"
         if failed or self._broken or not self._whole or self._status >= 500:
             return "error"

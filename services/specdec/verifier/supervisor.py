@@ -83,7 +83,11 @@ def engine_environment(**more: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     if traces_url():
-        defaults |= {"OTEL_SERVICE_NAME": "specdec-verifier", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": PROTOCOL}
+        defaults |= {
+            "OTEL_SERVICE_NAME": "specdec-verifier",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": PROTOCOL,
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "2",  # seconds; vLLM's end waits for a collector as long
+        }
     return {**defaults, **os.environ, **more}
 
 
