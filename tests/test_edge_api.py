@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
 from pydantic import BaseModel
 
 from specdec.stack import Stack
@@ -363,3 +365,33 @@ def test_the_document_is_of_what_the_port_has(engine_stack):
     assert "speculative" in schemas["ChatCompletionRequest"]["properties"]
     assert "speculative" in schemas["CompletionRequest"]["properties"]
     assert set(document["paths"][CHAT]["post"]["responses"]) == {"200", "4XX", "5XX"}
+
+
+# ---- whatever the document allows
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/detokenize", "/v1/models"])
+def test_requests_made_from_the_document_get_an_answer_or_an_error_in_form(engine_stack, path):
+    document = httpx.get(engine_stack.url + "/openapi.json", timeout=30, trust_env=False).json()
+    schema = schemathesis.openapi.from_dict(document)
+    (operation,) = (one.ok() for one in schema.get_all_operations() if one.ok().path == path)
+
+    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=8,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def ask(case: Any) -> None:
+        if isinstance(case.body, dict) and path in PATHS:
+            case.body |= {"max_tokens": 1, "max_completion_tokens": 1, "n": 1, "min_tokens": 0}  # it is not about speed
+        response = case.call(base_url=engine_stack.url)
+        assert response.status_code < 500, (response.text, case.body)
+        if response.status_code != 200:
+            assert response.headers["content-type"] == ["application/json"]
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+    ask()

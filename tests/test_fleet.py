@@ -324,6 +324,25 @@ def test_a_failure_before_the_first_byte_goes_to_another_pair_once(tmp_path, par
     run(main)
 
 
+def test_a_pair_that_hangs_before_its_first_byte_loses_the_request_to_another(tmp_path):
+    """Its connection stays open, and only its heartbeat says that it is gone."""
+
+    async def main():
+        async with pairs_routed(tmp_path, never, reply(b'{"ok": 1}')) as (client, members):
+            request = busy(members[1].pair, 1)
+            asking = asyncio.create_task(client.post(CHAT, json={"messages": []}))
+            await until(lambda: members[0].vllm.asked)
+            await asyncio.sleep(0.6)
+            assert not asking.done()  # a slow first byte is no reason
+            members[0].fake.description.engine_ready = members[0].pair.description.engine_ready = False
+            response = await asyncio.wait_for(asking, 2)
+            assert (response.status_code, response.json()) == (200, {"ok": 1})
+            await until(lambda: members[0].vllm.cancelled == 1)
+            members[1].pair.release(request)
+
+    run(main)
+
+
 def test_a_stream_that_has_begun_is_not_begun_again(tmp_path):
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     part = delta("a")

@@ -70,7 +70,9 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Its connections to the pairs are open inside."""
         s = self._settings
-        bounds = Limits(int(s.max_body_mb * 2**20), s.max_prompt_tokens, s.max_choices, s.max_logprobs)
+        bounds = Limits(
+            int(s.max_body_mb * 2**20), s.body_timeout_s, s.max_prompt_tokens, s.max_choices, s.max_logprobs
+        )
         upstream = Upstream(s.connect_timeout_s, s.read_timeout_s)
         self.proxy = Proxy(upstream, self.fleet, self.admission, bounds, self.metrics, own_keys=self.keys is not None)
         work = [self.fleet.run(), look_after(self.proxy.relays, self.metrics, s.keepalive_s, s.write_timeout_s)]
@@ -87,13 +89,13 @@ class Router:
         """From now on new requests are refused, and readiness says so. Returns once none runs; those that still do
         after `grace_s` are cut off with an error."""
         self.draining = True
-        log.info("draining: %d requests run", len(self.proxy.watches))
+        log.info("draining: %d requests run", self.proxy.running)
         try:
             async with asyncio.timeout(grace_s):
-                while self.proxy.watches:
+                while self.proxy.running:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            log.warning("%d requests are cut off after %g s", len(self.proxy.watches), grace_s)
+            log.warning("%d requests are cut off after %g s", self.proxy.running, grace_s)
             for watch in list(self.proxy.watches):
                 watch.cut(ApiError("draining", _ENDING))
             await asyncio.sleep(0.1)  # for their last event

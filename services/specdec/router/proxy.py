@@ -4,14 +4,15 @@ What is changed on the way: `"speculative"` is taken out of a request, `usage` g
 chunks before it get `"usage": null`, and every error gets one form.
 """
 
+import asyncio
 import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -26,6 +27,8 @@ from specdec.router.relay import Relayed, Watch, joined_events
 from specdec.router.upstream import Answer, BrokenOff, EngineError, Silent, Unreached, Upstream
 from specdec.telemetry import RouterMetrics
 
+T = TypeVar("T")
+_LOOK_S = 0.5  # how often a pair is looked at that has not answered yet
 _SETTLE_S = 0.05  # how long an answer waits for its last verdict
 _ERROR_BYTES = 1 << 16  # of vLLM's error that are read
 # Hop by hop (RFC 9110, 7.6.1), or set anew by whoever sends.
@@ -74,16 +77,17 @@ class Proxy:
     ) -> None:
         self._upstream, self._fleet, self._admission, self._limits = upstream, fleet, admission, limits
         self._metrics, self._secret = metrics, _SECRET if own_keys else frozenset[bytes]()
+        self.running = 0  # requests being answered
         self.watches: set[Watch] = set()
         self.relays: set[Relayed] = set()
 
     async def forward(self, http: HttpRequest) -> Response:
         """A pair's answer to `http`. Raises ApiError and ClientGone."""
         async with AsyncExitStack() as held:  # until the answer's last byte, however it comes to that
-            self._metrics.in_flight.inc()
-            held.callback(self._metrics.in_flight.dec)
+            self._count(1)
+            held.callback(self._count, -1)
             path = http.scope["path"]
-            asked = read(path, await read_body(http, self._limits.body_bytes), self._limits)
+            asked = read(path, await read_body(http, self._limits), self._limits)
             watch = Watch(http)
             self.watches.add(watch)
             held.callback(self.watches.discard, watch)
@@ -115,6 +119,10 @@ class Proxy:
             )
             relay.track(self.relays, self._metrics)
             return relay
+
+    def _count(self, more: int) -> None:
+        self.running += more
+        self._metrics.in_flight.set(self.running)
 
     async def get(self, target: bytes) -> bytes:
         """What a pair's vLLM answers the router itself. Raises ApiError."""
@@ -160,27 +168,43 @@ class Proxy:
         held.callback(pair.release, request)
         started = time.monotonic()
         try:
-            answer = await watch.race(self._send(http, pair, request, asked.body))
-            held.callback(answer.close)  # ends vLLM's work if that is not done
+            answer = await watch.race(self._while_ready(pair, self._send(http, pair, request, asked.body, held)))
             self._metrics.first_byte.observe(time.monotonic() - started)
             if answer.status >= 300:
                 raise await self._refused(answer, asked, watch)
             document = path in GENERATING and _is(answer, "application/json")
-            whole = await watch.race(answer.whole()) if document else None
+            whole = await watch.race(self._while_ready(pair, answer.whole())) if document else None
         except Silent as error:
             raise _unreachable(error) from error
         except EngineError as error:
             raise _TryAnother(_unreachable(error), sent=not isinstance(error, Unreached)) from error
         return _Begun(answer, request, whole)
 
-    async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> Answer:
+    async def _while_ready(self, pair: Pair, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Raises BrokenOff where its pair stops being ready and another one is: it may hang."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait((task,), timeout=_LOOK_S)
+                others = [other for other in self._fleet.pairs if other is not pair and other.ready]
+                if not task.done() and not pair.ready and others:
+                    raise BrokenOff(f"pair {pair.address} is not ready any more")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes, held: AsyncExitStack) -> Answer:
         headers = [*self._kept(http.headers.raw), (b"x-request-id", request.id.encode())]
         headers.append((b"accept-encoding", b"identity"))
         query = http.scope["query_string"]
         target = http.scope["raw_path"] + (b"?" + query if query else b"")
         if _UNSAFE.search(target):
             raise ApiError("invalid_request", "the request's path or query is not a valid one")
-        return await self._upstream.ask(pair.http_url, http.method, target, headers, body)
+        answer = await self._upstream.ask(pair.http_url, http.method, target, headers, body)
+        held.callback(answer.close)  # ends vLLM's work if that is not done, even if nobody waits for this result now
+        return answer
 
     async def _refused(self, answer: Answer, asked: Asked, watch: Watch) -> Exception:
         """vLLM's error in our form; one that says its engine is gone is worth another pair."""

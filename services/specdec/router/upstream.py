@@ -155,7 +155,7 @@ class _Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._parts: deque[bytes] = deque()
         self._buffered = 0
-        self._begun = self._whole = self._paused = False
+        self._begun = self._whole = self._reusable = self._paused = False
         self._fault: EngineError | None = None
         self._has_body, self.untouched, self._asked = has_body, True, True
         self._transport.writelines(request)
@@ -178,7 +178,7 @@ class _Connection(asyncio.Protocol):
 
     def release(self) -> None:
         """Nobody reads the answer any more."""
-        if self._whole and self.usable and self._asked and self._has_body and self._parser.should_keep_alive():
+        if self._whole and self.usable and self._asked and self._has_body and self._reusable:
             self._asked = False
             self.idle_since = time.monotonic()
             if self._paused:
@@ -263,7 +263,7 @@ class _Connection(asyncio.Protocol):
         if self._parser.get_status_code() < 200:  # 100 Continue and the like: the answer comes after it
             self._headers.clear()
             return
-        self._begun = True
+        self._begun, self._reusable = True, self._parser.should_keep_alive()
         if not self._has_body:
             self._whole = True
 

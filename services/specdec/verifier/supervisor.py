@@ -102,6 +102,8 @@ class Supervisor:
             settings.control_tls_key,
             settings.control_tls_ca,
         )
+        if settings.host not in ("127.0.0.1", "::1", "localhost") and not self._auth.given:
+            log.warning("--host %s: whoever reaches --control-port can order; see --control-secret-file", settings.host)
         self._engine_ready = False
         self._metrics = PairMetrics()
         self._stopping = asyncio.Event()
