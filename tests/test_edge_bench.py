@@ -8,14 +8,14 @@ from specdec.edge_bench import _quantile_ms
 
 def test_a_short_run_measures_each_thing(tmp_path, capsys):
     out = tmp_path / "edge.json"
-    argv = ["--requests", "20", "--streams", "8", "--many", "16", "--seconds", "1", "--rounds", "1"]
+    argv = ["--requests", "20", "--streams", "8", "--many", "16", "--seconds", "0.5", "--rounds", "1"]
     assert main(["bench", "edge", *argv, "--json", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert json.loads(out.read_text()) == result
     assert result["failed"] == 0
     assert 0 < result["added_ttft_ms"] < 100
     assert 0.5 < result["throughput"] < 1.5
-    assert 100 < result["events_s"]["direct"] < 200  # 8 streams of 20 events a second
+    assert 80 < result["events_s"]["direct"] < 200  # 8 streams of 20 events a second
     assert 0 < result["lag_p99_ms"] < 1000
 
 

@@ -178,7 +178,7 @@ class Stack:
             assert service is not None
             self._progress(f"waiting for the {service.name}")
             service.wait_ready(timeout_s)
-        self._await_loop(self.url, timeout_s)
+        self._await_loop(self.admin_url, timeout_s)
         self._progress("ready")
 
     def start_draft(self, drafter: str, draft_model: Path | None = None) -> None:
@@ -211,7 +211,7 @@ class Stack:
         router = self._service("router", [*own, *args], url)
         self._more_routers.append(router)
         router.wait_ready(60)
-        self._await_loop(url, 60)
+        self._await_loop(f"http://{_LOOPBACK}:{admin}", 60)
         return url
 
     def stop(self) -> None:

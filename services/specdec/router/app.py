@@ -118,11 +118,16 @@ class Router:
             reasons.append(_ENDING)
         return {"ready": not reasons, "reasons": reasons, "pairs": states}
 
+    def public_readiness(self) -> dict[str, Any]:
+        """The same without the pairs' addresses where others than this machine may ask."""
+        state = self.readiness()
+        return state if self._settings.on_loopback else {"ready": state["ready"], "reasons": state["reasons"]}
+
     async def answer(self, http: HttpRequest) -> Response:
         """One request's answer. Raises ApiError and ClientGone."""
         if self.draining:
             raise ApiError("draining", _ENDING)
-        if self.keys is not None:
+        if self.keys is not None and http.method != "OPTIONS":  # a browser's preflight has no key
             self.keys.check(bearer(http.headers.get("authorization"), http.headers.get("x-api-key")))
         path = http.scope["path"]
         if path == "/openapi.json":
@@ -173,7 +178,7 @@ def create_app(settings: RouterSettings) -> FastAPI:
     app = FastAPI(title="specdec", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.router, app.state.pairs = router, router.fleet.pairs
     app.state.admin = health_app(router.metrics.registry, router.readiness)
-    health_routes(app, None, router.readiness)
+    health_routes(app, None, router.public_readiness)
 
     async def forward(http: HttpRequest) -> Response:
         status = "500"
