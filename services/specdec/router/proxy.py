@@ -87,7 +87,8 @@ class Proxy:
             self._count(1)
             held.callback(self._count, -1)
             path = http.scope["path"]
-            asked = read(path, await read_body(http, self._limits), self._limits)
+            body = await read_body(http, self._limits)
+            asked = read(path, body, self._limits) if http.method == "POST" else Asked(body)
             watch = Watch(http)
             self.watches.add(watch)
             held.callback(self.watches.discard, watch)
