@@ -725,18 +725,50 @@ def test_a_body_that_does_not_come_is_408(tmp_path):
     run(main)
 
 
-def test_what_is_no_http_gets_the_form_too(tmp_path):
+@pytest.mark.parametrize(
+    ("sent_first", "status", "code"),
+    [
+        (b"GET / HTTP/9.9\r\n\r\n", 400, "invalid_request"),
+        (b"\x16\x03\x01", 400, "invalid_request"),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000, 413, "request_too_large"),
+        (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 12_000, 413, "request_too_large"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n", 408, "request_timeout"),
+        (b"", 408, "request_timeout"),
+    ],
+    ids=["version", "tls", "long-header", "many-headers", "half-a-head", "nothing"],
+)
+def test_what_never_becomes_a_request_gets_the_form_too(monkeypatch, sent_first, status, code):
+    monkeypatch.setattr("specdec.router.protocol._HEAD_S", 0.2)
+
     async def main():
         listener = listen("127.0.0.1", 0, "router")
         app = create_app(RouterSettings())
         async with serving(app, listener, 1, Protocol):
             reader, writer = await asyncio.open_connection(*listener.getsockname())
-            writer.write(b"GET / HTTP/9.9\r\n\r\n")
+            writer.write(sent_first)
             head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 400 ")
+            assert head.startswith(b"HTTP/1.1 %d " % status)
             assert b"content-type: application/json" in head
-            assert json.loads(body)["error"]["code"] == "invalid_request"
+            assert json.loads(body)["error"]["code"] == code
             writer.close()
+
+    run(main)
+
+
+def test_a_connection_may_rest_and_its_heads_may_be_large(monkeypatch):
+    monkeypatch.setattr("specdec.router.protocol._HEAD_S", 0.2)
+
+    async def main():
+        listener = listen("127.0.0.1", 0, "router")
+        async with (
+            serving(create_app(RouterSettings()), listener, 1, Protocol),
+            httpx.AsyncClient(base_url=url_of(listener), trust_env=False) as client,
+        ):
+            for _ in range(3):
+                response = await client.get("/livez", headers={"x": "y" * 50_000})
+                assert response.status_code == 200
+                await asyncio.sleep(0.3)
+            assert response.json()["live"] is True
 
     run(main)
 

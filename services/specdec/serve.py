@@ -46,6 +46,7 @@ async def serving(
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=int(grace_s),
+        timeout_keep_alive=75,  # longer than proxies in front keep theirs (nginx: 60), which then race with our close
         ws="none",
         **options,
     )
