@@ -7,7 +7,7 @@ import re
 import socket
 import time
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
@@ -248,7 +248,7 @@ def test_a_prompt_too_long_is_400_before_any_header(engine_stack, stream):
         assert response.status_code == status, (prompt, most)
         if status == 400:
             error = error_of(response)
-            assert error["code"] == "context_length_exceeded"
+            assert error["code"] == "context_length_exceeded", error
             assert str(LIMIT) in error["message"]
     messages = [{"role": "user", "content": "word " * 2000}]
     assert error_of(post(engine_stack, CHAT, messages=messages, stream=stream))["code"] == "context_length_exceeded"
@@ -303,8 +303,8 @@ def test_a_client_that_goes_stops_the_target_and_its_draft(engine_stack, fields,
 
 
 class Town(BaseModel):
-    name: str
-    people: int
+    name: Literal["Ulm", "Bonn"]
+    people: Literal[1, 2]
 
 
 def test_the_openai_package_as_its_users_use_it(engine_stack):

@@ -296,7 +296,7 @@ def test_a_pair_that_cannot_be_reached_costs_no_request(tmp_path, streamed):
     run(main)
 
 
-DEAD = b'{"error": {"message": "EngineCore encountered an issue", "code": 500}}'
+DEAD = b'{"error":{"message": "EngineCore encountered an issue", "code": 500}}'
 
 
 @pytest.mark.parametrize(
@@ -305,10 +305,13 @@ DEAD = b'{"error": {"message": "EngineCore encountered an issue", "code": 500}}'
         [],
         [b"HTTP/1.1 200"],
         [b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"],
+        [b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 0\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: %s\n\n" % DEAD],
         [b"HTTP/1.1 503 Gone\r\ncontent-length: 0\r\n\r\n"],
         [b"HTTP/1.1 500 X\r\ncontent-length: %d\r\n\r\n%s" % (len(DEAD), DEAD)],
     ],
-    ids=["hangs-up", "half-a-head", "half-a-document", "503", "dead-engine"],
+    ids=["hangs-up", "half-a-head", "half-a-document", "no-event", "empty", "dead-in-a-stream", "503", "dead-engine"],
 )
 def test_a_failure_before_the_first_byte_goes_to_another_pair_once(tmp_path, parts):
     async def main():

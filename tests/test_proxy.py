@@ -297,7 +297,8 @@ def test_chunks_come_one_by_one(router, path):
     router.run(main)
 
 
-def test_headers_come_before_the_first_chunk(router):
+def test_headers_wait_for_the_first_event_but_not_for_long(router, monkeypatch):
+    monkeypatch.setattr("specdec.router.proxy._FIRST_S", 0.2)
     go = asyncio.Event()
 
     async def answer(asked, send):
@@ -307,10 +308,25 @@ def test_headers_come_before_the_first_chunk(router):
         await chunk(send, DONE, more=False)
 
     async def main():
+        started = time.monotonic()
         async with router.answering(answer), router.client.stream("POST", CHAT, json={}) as response:
             assert response.status_code == 200
+            assert 0.2 < time.monotonic() - started < 2
             go.set()
             assert await response.aread() == DONE
+
+    router.run(main)
+
+
+@pytest.mark.parametrize(("code", "status"), [(400, 400), (404, 404), (500, 500), (None, 500)])
+def test_a_stream_that_begins_with_an_error_is_an_error_with_its_status(router, code, status):
+    """vLLM finds that a token id is none, or a prompt too long, only when its 200 has been sent."""
+    failure = event({"error": {"message": "boom", "type": "x", "param": "prompt", "code": code}})
+
+    async def main():
+        async with router.answering(stream(failure, DONE)):
+            response = await router.post(fields={"stream": True})
+            assert (response.status_code, error_of(response)["param"]) == (status, "prompt")
 
     router.run(main)
 

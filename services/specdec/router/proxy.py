@@ -29,6 +29,7 @@ from specdec.telemetry import RouterMetrics
 
 T = TypeVar("T")
 _LOOK_S = 0.5  # how often a pair is looked at that has not answered yet
+_FIRST_S = 2.0  # how long a stream's headers wait for its first event, which may be an error
 _SETTLE_S = 0.05  # how long an answer waits for its last verdict
 _ERROR_BYTES = 1 << 16  # of vLLM's error that are read
 # Hop by hop (RFC 9110, 7.6.1), or set anew by whoever sends.
@@ -41,6 +42,7 @@ _SECRET = frozenset((b"authorization", b"x-api-key"))  # the router's own keys
 _UNBUFFERED = {b"x-accel-buffering": b"no", b"cache-control": b"no-cache"}  # asks proxies in front to stream, too
 _ID_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
 _UNSAFE = re.compile(rb"[\x00-\x20\x7f]")  # what would end the request line
+_ERROR = b'data: {"error"'
 _DEAD = re.compile(r"EngineCore|EngineDead")
 _BROKEN = "the engine broke off its answer"
 
@@ -173,6 +175,10 @@ class Proxy:
             self._metrics.first_byte.observe(time.monotonic() - started)
             if answer.status >= 300:
                 raise await self._refused(answer, asked, watch)
+            if path in GENERATING and _is(answer, "text/event-stream"):
+                first = await watch.race(self._while_ready(pair, answer.first(_FIRST_S)))
+                if first.startswith(_ERROR):  # vLLM finds some faults of a request only then
+                    raise _failure(_status_of(first), first.removeprefix(b"data:"), asked)
             document = path in GENERATING and _is(answer, "application/json")
             whole = await watch.race(self._while_ready(pair, answer.whole())) if document else None
         except Silent as error:
@@ -207,18 +213,17 @@ class Proxy:
         held.callback(answer.close)  # ends vLLM's work if that is not done, even if nobody waits for this result now
         return answer
 
-    async def _refused(self, answer: Answer, asked: Asked, watch: Watch) -> Exception:
-        """vLLM's error in our form; one that says its engine is gone is worth another pair."""
+    async def _refused(self, answer: Answer, asked: Asked, watch: Watch) -> ApiError | _TryAnother:
+        """What an answer that is none says."""
         body = b""
         parts = answer.parts()
         while len(body) < _ERROR_BYTES and (part := await watch.race(_next(parts))) is not None:
             body += part
-        status = answer.status if answer.status >= 400 else 404  # a redirect would leave the router
-        error = of_engine(status, body, asked.body)
-        if (after := answer.header(b"retry-after")).isdigit():
+        error = _failure(
+            answer.status if answer.status >= 400 else 404, body, asked
+        )  # a redirect would leave the router
+        if isinstance(error, ApiError) and (after := answer.header(b"retry-after")).isdigit():
             error.retry_after_s = int(after)
-        if status in (502, 503) or (status == 500 and _DEAD.search(error.message)):
-            return _TryAnother(ApiError("engine_unavailable", error.message), sent=True)
         return error
 
     def _kept(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -227,6 +232,14 @@ class Proxy:
         named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
         dropped = _DROPPED | self._secret | named
         return [(name, value) for name, value in lower if name not in dropped]
+
+
+def _failure(status: int, body: bytes, asked: Asked) -> ApiError | _TryAnother:
+    """vLLM's error before anything was sent on; one that says its engine is gone is worth another pair."""
+    error = of_engine(status, body, asked.body)
+    if status in (502, 503) or (status == 500 and _DEAD.search(error.message)):
+        return _TryAnother(ApiError("engine_unavailable", error.message), sent=True)
+    return error
 
 
 async def _events(parts: AsyncIterator[bytes], request: Request, usage_at_end: bool) -> AsyncIterator[bytes]:
@@ -238,7 +251,7 @@ async def _events(parts: AsyncIterator[bytes], request: Request, usage_at_end: b
             continue
         if b'"usage"' in event and b'"usage":{' in event.replace(b" ", b""):
             yield await _counted(event, request)
-        elif event.startswith(b'data: {"error"'):
+        elif event.startswith(_ERROR):
             yield of_engine(_status_of(event), event.removeprefix(b"data:")).event()
             return  # vLLM would go on with [DONE], as if the answer were whole
         elif usage_at_end and event.startswith(b"data: {") and b'"usage":' not in event:

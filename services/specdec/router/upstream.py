@@ -54,6 +54,11 @@ class Answer:
         while (part := await self._connection.next_part()) is not None:
             yield part
 
+    async def first(self, timeout_s: float) -> bytes:
+        """The body's first piece, which `parts` will give, too; empty if none comes in time. Raises BrokenOff, also
+        for a body that is empty, and Silent."""
+        return await self._connection.peek(timeout_s)
+
     async def whole(self) -> bytes:
         """The body, once it is whole. Raises BrokenOff and Silent."""
         return b"".join([part async for part in self.parts()])
@@ -175,6 +180,18 @@ class _Connection(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
         return part
+
+    async def peek(self, timeout_s: float) -> bytes:
+        """See Answer.first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._parts:
+                    if self._whole:
+                        raise BrokenOff(f"{self.base}: the answer is empty")
+                    await self._wait()
+        except TimeoutError:
+            return b""
+        return self._parts[0]
 
     def release(self) -> None:
         """Nobody reads the answer any more."""
