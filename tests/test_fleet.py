@@ -296,7 +296,7 @@ def test_a_pair_that_cannot_be_reached_costs_no_request(tmp_path, streamed):
     run(main)
 
 
-DEAD = b'{"error": {"message": "EngineCore encountered an issue", "code": 500}}'
+DEAD = b'{"error":{"message": "EngineCore encountered an issue", "code": 500}}'
 
 
 @pytest.mark.parametrize(
@@ -305,10 +305,13 @@ DEAD = b'{"error": {"message": "EngineCore encountered an issue", "code": 500}}'
         [],
         [b"HTTP/1.1 200"],
         [b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"],
+        [b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 0\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: %s\n\n" % DEAD],
         [b"HTTP/1.1 503 Gone\r\ncontent-length: 0\r\n\r\n"],
         [b"HTTP/1.1 500 X\r\ncontent-length: %d\r\n\r\n%s" % (len(DEAD), DEAD)],
     ],
-    ids=["hangs-up", "half-a-head", "half-a-document", "503", "dead-engine"],
+    ids=["hangs-up", "half-a-head", "half-a-document", "no-event", "empty", "dead-in-a-stream", "503", "dead-engine"],
 )
 def test_a_failure_before_the_first_byte_goes_to_another_pair_once(tmp_path, parts):
     async def main():
@@ -320,6 +323,25 @@ def test_a_failure_before_the_first_byte_goes_to_another_pair_once(tmp_path, par
             unreachable(members[1], url)
             response = await client.post(CHAT, json={"messages": []})
             assert (response.status_code, error_of(response)["code"]) == (503, "engine_unavailable")
+
+    run(main)
+
+
+def test_a_pair_that_hangs_before_its_first_byte_loses_the_request_to_another(tmp_path):
+    """Its connection stays open, and only its heartbeat says that it is gone."""
+
+    async def main():
+        async with pairs_routed(tmp_path, never, reply(b'{"ok": 1}')) as (client, members):
+            request = busy(members[1].pair, 1)
+            asking = asyncio.create_task(client.post(CHAT, json={"messages": []}))
+            await until(lambda: members[0].vllm.asked)
+            await asyncio.sleep(0.6)
+            assert not asking.done()  # a slow first byte is no reason
+            members[0].fake.description.engine_ready = members[0].pair.description.engine_ready = False
+            response = await asyncio.wait_for(asking, 2)
+            assert (response.status_code, response.json()) == (200, {"ok": 1})
+            await until(lambda: members[0].vllm.cancelled == 1)
+            members[1].pair.release(request)
 
     run(main)
 

@@ -139,6 +139,7 @@ def test_requests_need_a_key_and_health_does_not(file, tmp_path, caplog):
                 assert response.status_code == 200
                 sent = {name for name, _ in router.vllm.asked[-1].headers}
                 assert not sent & {"authorization", "x-api-key"}
+            assert (await router.client.options(CHAT)).status_code == 200
             file.write_text("other\n")
             router.app.state.router.keys.reload()
             response = await router.client.post(CHAT, json={}, headers={"authorization": "Bearer plain-key"})
@@ -171,6 +172,13 @@ def test_beyond_loopback_keys_are_needed_or_a_word(host, file):
         create_app(RouterSettings(host=host))
     create_app(RouterSettings(host=host, no_auth=True))
     create_app(RouterSettings(host=host, api_keys_file=file))
+
+
+def test_readiness_tells_others_less():
+    for host, keys in (("127.0.0.1", {"ready", "reasons", "pairs"}), ("0.0.0.0", {"ready", "reasons"})):
+        router = create_app(RouterSettings(host=host, no_auth=True)).state.router
+        assert set(router.public_readiness()) == keys
+        assert "pairs" in router.readiness()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -253,9 +253,8 @@ def test_several_routers_add_up(engine_stack: Stack):
     """Each is a target of its own; together they have counted what was asked, and the pair what they delivered."""
     engine_stack.start_router()
     engine_stack.wait_ready()
-    (port,) = free_ports(1)
-    urls = [engine_stack.url, engine_stack.add_router("--admin-port", str(port))]
-    admins = [engine_stack.admin_url, f"http://127.0.0.1:{port}"]
+    urls = [engine_stack.url, engine_stack.add_router()]
+    admins = [engine_stack.admin_url, engine_stack.more_admin_urls[-1]]
 
     def counted(url: str, name: str, **labels: str) -> float:
         text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text

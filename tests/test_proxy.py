@@ -44,6 +44,7 @@ from edge_kit import (
 from fake_engine import fake_pair, until
 from specdec import serve
 from specdec.router.app import create_app
+from specdec.router.protocol import Protocol
 from specdec.router.proxy import Proxy
 from specdec.router.settings import RouterSettings
 from specdec.router.steps import FixedSteps
@@ -296,7 +297,8 @@ def test_chunks_come_one_by_one(router, path):
     router.run(main)
 
 
-def test_headers_come_before_the_first_chunk(router):
+def test_headers_wait_for_the_first_event_but_not_for_long(router, monkeypatch):
+    monkeypatch.setattr("specdec.router.proxy._FIRST_S", 0.2)
     go = asyncio.Event()
 
     async def answer(asked, send):
@@ -306,10 +308,25 @@ def test_headers_come_before_the_first_chunk(router):
         await chunk(send, DONE, more=False)
 
     async def main():
+        started = time.monotonic()
         async with router.answering(answer), router.client.stream("POST", CHAT, json={}) as response:
             assert response.status_code == 200
+            assert 0.2 < time.monotonic() - started < 2
             go.set()
             assert await response.aread() == DONE
+
+    router.run(main)
+
+
+@pytest.mark.parametrize(("code", "status"), [(400, 400), (404, 404), (500, 500), (None, 500)])
+def test_a_stream_that_begins_with_an_error_is_an_error_with_its_status(router, code, status):
+    """vLLM finds that a token id is none, or a prompt too long, only when its 200 has been sent."""
+    failure = event({"error": {"message": "boom", "type": "x", "param": "prompt", "code": code}})
+
+    async def main():
+        async with router.answering(stream(failure, DONE)):
+            response = await router.post(fields={"stream": True})
+            assert (response.status_code, error_of(response)["param"]) == (status, "prompt")
 
     router.run(main)
 
@@ -543,6 +560,50 @@ def test_text_survives_being_counted(router):
     router.run(main)
 
 
+@pytest.mark.parametrize("options", [{"include_usage": True}, {"include_usage": False}, {}])
+def test_chunks_before_the_usage_have_a_null_where_it_was_asked_for(router, options):
+    """OpenAI's API has it so, and vLLM leaves it out."""
+    text = delta('"usage": } \\')
+
+    async def main():
+        async with router.answering(stream(text, b": comment\n\n", delta("b"), USAGE, DONE)):
+            response = await router.post(fields={"stream": True, "stream_options": options})
+            if options.get("include_usage"):
+                null = [one.replace(b"}\n\n", b',"usage":null}\n\n') for one in (text, delta("b"))]
+                assert response.content == null[0] + b": comment\n\n" + null[1] + COUNTED + DONE
+                assert json.loads(null[0].removeprefix(b"data: "))["usage"] is None
+            else:
+                assert response.content == text + b": comment\n\n" + delta("b") + COUNTED + DONE
+
+    router.run(main)
+
+
+def test_probes_are_answered_while_many_streams_run(router):
+    """Overload alone makes a pod neither dead nor unready."""
+
+    async def busy(asked, send):
+        await start(send, 200, ("content-type", "text/event-stream"))
+        for _ in range(60):
+            await chunk(send, delta("x"))
+            await asyncio.sleep(0.02)
+        await chunk(send, DONE, more=False)
+
+    async def main():
+        async with router.answering(busy):
+            asking = [asyncio.create_task(router.post(fields={"stream": True})) for _ in range(60)]
+            await until(lambda: router.in_flight == 60)
+            slowest = 0.0
+            for _ in range(50):
+                for path in ("/livez", "/readyz"):
+                    started = time.monotonic()
+                    assert (await router.client.get(path)).status_code == 200
+                    slowest = max(slowest, time.monotonic() - started)
+            assert slowest < 1
+            assert {(await task).status_code for task in asking} == {200}
+
+    router.run(main)
+
+
 # ---- "speculative"
 
 
@@ -666,6 +727,64 @@ def test_an_announced_body_over_the_limit_is_refused_before_it_is_read(tmp_path)
             head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {2**40}\r\n\r\n"
             async with sent(router, head.encode()) as (reader, _):
                 assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
+
+    run(main)
+
+
+def test_a_body_that_does_not_come_is_408(tmp_path):
+    async def main():
+        async with routed(tmp_path, refused, body_timeout_s=0.2) as router:
+            async with sent(router, raw_post(CHAT, b"x" * 100)[:-50]) as (reader, _):
+                assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+            await until(lambda: router.at_rest)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("sent_first", "status", "code"),
+    [
+        (b"GET / HTTP/9.9\r\n\r\n", 400, "invalid_request"),
+        (b"\x16\x03\x01", 400, "invalid_request"),
+        (b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000, 413, "request_too_large"),
+        (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 12_000, 413, "request_too_large"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n", 408, "request_timeout"),
+        (b"", 408, "request_timeout"),
+    ],
+    ids=["version", "tls", "long-header", "many-headers", "half-a-head", "nothing"],
+)
+def test_what_never_becomes_a_request_gets_the_form_too(monkeypatch, sent_first, status, code):
+    monkeypatch.setattr("specdec.router.protocol._HEAD_S", 0.2)
+
+    async def main():
+        listener = listen("127.0.0.1", 0, "router")
+        app = create_app(RouterSettings())
+        async with serving(app, listener, 1, Protocol):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(sent_first)
+            head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d " % status)
+            assert b"content-type: application/json" in head
+            assert json.loads(body)["error"]["code"] == code
+            writer.close()
+
+    run(main)
+
+
+def test_a_connection_may_rest_and_its_heads_may_be_large(monkeypatch):
+    monkeypatch.setattr("specdec.router.protocol._HEAD_S", 0.2)
+
+    async def main():
+        listener = listen("127.0.0.1", 0, "router")
+        async with (
+            serving(create_app(RouterSettings()), listener, 1, Protocol),
+            httpx.AsyncClient(base_url=url_of(listener), trust_env=False) as client,
+        ):
+            for _ in range(3):
+                response = await client.get("/livez", headers={"x": "y" * 50_000})
+                assert response.status_code == 200
+                await asyncio.sleep(0.3)
+            assert response.json()["live"] is True
 
     run(main)
 

@@ -11,8 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.draft.runahead import AheadCounts
+from specdec.router.errors import TABLE
 from specdec.serve import listen, serving
-from specdec.telemetry import METRICS, DraftMetrics, PairMetrics, RouterMetrics, health_app
+from specdec.telemetry import METRICS, REJECTIONS, DraftMetrics, PairMetrics, RouterMetrics, health_app
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import metrics_doc
@@ -153,3 +154,7 @@ def test_every_entry_has_a_row_and_says_what_to_do():
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{entry.name}`")]
         assert entry.act in row
         assert all(f"`{label}`" in row for label in entry.labels)
+
+
+def test_the_errors_codes_are_the_routers():
+    assert sorted(REJECTIONS) == sorted(TABLE)

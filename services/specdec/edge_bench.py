@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import httpx
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from specdec.errors import SetupError
 from specdec.settings import Settings
@@ -39,7 +39,7 @@ class EdgeBenchSettings(Settings):
     rate: float = Field(20, gt=0, description="cycles a second, and events a second of each stream")
     seconds: float = Field(10, gt=0, description="length of each run of streams")
     rounds: int = Field(2, ge=1, description="runs of --streams each way")
-    json_: bool = Field(False, alias="json", description="one line of JSON instead of a table")
+    json_: CliImplicitFlag[bool] = Field(False, alias="json", description="print the result as JSON instead of a table")
     out: Path | None = Field(None, description="file for the result")
 
 

@@ -158,6 +158,7 @@ class Stack:
         self.draft: Service | None = None
         self.router: Service | None = None
         self._more_routers: list[Service] = []
+        self.more_admin_urls: list[str] = []  # of `add_router`'s
         self._model, self._draft_model = model, draft_model
         self._draft_health, self._router_port, self._router_args = draft_health, port or router, list(router_args)
         verifier_args = ["--model", str(model), "--pair", self.pair, "--port", str(vllm), *verifier_args]
@@ -178,7 +179,7 @@ class Stack:
             assert service is not None
             self._progress(f"waiting for the {service.name}")
             service.wait_ready(timeout_s)
-        self._await_loop(self.url, timeout_s)
+        self._await_loop(self.admin_url, timeout_s)
         self._progress("ready")
 
     def start_draft(self, drafter: str, draft_model: Path | None = None) -> None:
@@ -210,8 +211,9 @@ class Stack:
         own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--port", str(port), "--admin-port", str(admin)]
         router = self._service("router", [*own, *args], url)
         self._more_routers.append(router)
+        self.more_admin_urls.append(f"http://{_LOOPBACK}:{admin}")
         router.wait_ready(60)
-        self._await_loop(url, 60)
+        self._await_loop(self.more_admin_urls[-1], 60)
         return url
 
     def stop(self) -> None:

@@ -66,7 +66,7 @@ class PairDescription(_message.Message):
     def __init__(self, pair: _Optional[str] = ..., model: _Optional[str] = ..., http_url: _Optional[str] = ..., max_steps: _Optional[int] = ..., max_sessions: _Optional[int] = ..., engine_ready: _Optional[bool] = ..., draft_up: _Optional[bool] = ..., draft_detail: _Optional[str] = ..., specdec_version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., step_age_ms: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("session", "slot", "id", "steps", "window", "seen", "lease_ms")
+    __slots__ = ("session", "slot", "id", "steps", "window", "seen", "lease_ms", "cap")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class Order(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    CAP_FIELD_NUMBER: _ClassVar[int]
     session: int
     slot: int
     id: int
@@ -81,7 +82,8 @@ class Order(_message.Message):
     window: int
     seen: int
     lease_ms: int
-    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., id: _Optional[int] = ..., steps: _Optional[int] = ..., window: _Optional[int] = ..., seen: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    cap: int
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., id: _Optional[int] = ..., steps: _Optional[int] = ..., window: _Optional[int] = ..., seen: _Optional[int] = ..., lease_ms: _Optional[int] = ..., cap: _Optional[int] = ...) -> None: ...
 
 class OrderFrame(_message.Message):
     __slots__ = ("orders", "lease_ms", "observe")

@@ -72,7 +72,9 @@ class Router:
     async def running(self) -> AsyncIterator[None]:
         """Its connections to the pairs are open inside."""
         s = self._settings
-        bounds = Limits(int(s.max_body_mb * 2**20), s.max_prompt_tokens, s.max_choices, s.max_logprobs)
+        bounds = Limits(
+            int(s.max_body_mb * 2**20), s.body_timeout_s, s.max_prompt_tokens, s.max_choices, s.max_logprobs
+        )
         upstream = Upstream(s.connect_timeout_s, s.read_timeout_s)
         self.proxy = Proxy(upstream, self.fleet, self.admission, bounds, self.metrics, own_keys=self.keys is not None)
         work = [self.fleet.run(), look_after(self.proxy.relays, self.metrics, s.keepalive_s, s.write_timeout_s)]
@@ -91,13 +93,13 @@ class Router:
         """From now on new requests are refused, and readiness says so. Returns once none runs; those that still do
         after `grace_s` are cut off with an error."""
         self.draining = True
-        log.info("draining: %d requests run", len(self.proxy.watches))
+        log.info("draining: %d requests run", self.proxy.running)
         try:
             async with asyncio.timeout(grace_s):
-                while self.proxy.watches:
+                while self.proxy.running:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            log.warning("%d requests are cut off after %g s", len(self.proxy.watches), grace_s)
+            log.warning("%d requests are cut off after %g s", self.proxy.running, grace_s)
             for watch in list(self.proxy.watches):
                 watch.cut(ApiError("draining", _ENDING))
             await asyncio.sleep(0.1)  # for their last event
@@ -120,11 +122,16 @@ class Router:
             reasons.append(_ENDING)
         return {"ready": not reasons, "reasons": reasons, "pairs": states}
 
+    def public_readiness(self) -> dict[str, Any]:
+        """The same without the pairs' addresses where others than this machine may ask."""
+        state = self.readiness()
+        return state if self._settings.on_loopback else {"ready": state["ready"], "reasons": state["reasons"]}
+
     async def answer(self, http: HttpRequest) -> Response:
         """One request's answer. Raises ApiError and ClientGone."""
         if self.draining:
             raise ApiError("draining", _ENDING)
-        if self.keys is not None:
+        if self.keys is not None and http.method != "OPTIONS":  # a browser's preflight has no key
             self.keys.check(bearer(http.headers.get("authorization"), http.headers.get("x-api-key")))
         path = http.scope["path"]
         if path == "/openapi.json":
@@ -176,7 +183,7 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Fast
     app = FastAPI(title="specdec", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.router, app.state.pairs = router, router.fleet.pairs
     app.state.admin = health_app(router.metrics.registry, router.readiness)
-    health_routes(app, None, router.readiness)
+    health_routes(app, None, router.public_readiness)
 
     async def forward(http: HttpRequest) -> Response:
         try:

@@ -22,6 +22,7 @@ TABLE = {  # code: (status, type)
     "not_found": (404, _INVALID),
     "model_not_found": (404, _INVALID),
     "method_not_allowed": (405, _INVALID),
+    "request_timeout": (408, _INVALID),
     "conflict": (409, _INVALID),
     "request_too_large": (413, _INVALID),
     "too_many_waiting": (429, "rate_limit_error"),  # the queue is full
@@ -37,8 +38,9 @@ TABLE = {  # code: (status, type)
 _BY_STATUS = {400: "invalid_request", 415: "invalid_request", 422: "invalid_request", 502: "engine_unavailable"} | {
     TABLE[code][0]: code
     for code in (
-        *("invalid_api_key", "permission_denied", "not_found", "method_not_allowed", "conflict", "request_too_large"),
-        *("engine_overloaded", "internal_error", "not_supported", "engine_unavailable", "engine_timeout"),
+        *("invalid_api_key", "permission_denied", "not_found", "method_not_allowed", "request_timeout"),
+        *("conflict", "request_too_large", "engine_overloaded", "internal_error", "not_supported"),
+        *("engine_unavailable", "engine_timeout"),
     )
 }
 _MESSAGE = 1500  # characters; with JSON's escapes the body stays under 4 kB

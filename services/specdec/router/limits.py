@@ -4,6 +4,7 @@ The router never tokenises. It estimates a prompt's tokens from its bytes (four 
 bound what it holds; the exact word on a prompt's length is vLLM's own 400, which comes before any header is sent.
 """
 
+import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Limits:
     """What one request may ask for."""
 
     body_bytes: int = 32 << 20
+    body_s: float = 120  # for all of it to come
     prompt_tokens: int = 1_000_000  # as estimated
     choices: int = 256  # n times the number of prompts
     logprobs: int = 20
@@ -57,21 +59,25 @@ class Asked:
     prefix: bytes = b""  # the prompt's first bytes
 
 
-async def read_body(http: HttpRequest, limit: int) -> bytes:
-    """The request's body. Raises ApiError (413) as soon as it is larger than `limit` bytes, and ClientGone."""
-    too_large = ApiError("request_too_large", f"the request body is larger than {limit} bytes")
+async def read_body(http: HttpRequest, limits: Limits) -> bytes:
+    """The request's body. Raises ApiError: 413 as soon as it is larger than allowed, 408 if it does not come in time;
+    and ClientGone."""
+    too_large = ApiError("request_too_large", f"the request body is larger than {limits.body_bytes} bytes")
     length = http.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
+    if length.isdigit() and int(length) > limits.body_bytes:
         raise too_large
     parts, size = [], 0
     try:
-        async for part in http.stream():
-            size += len(part)
-            if size > limit:
-                raise too_large
-            parts.append(part)
+        async with asyncio.timeout(limits.body_s):
+            async for part in http.stream():
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise too_large
+                parts.append(part)
     except ClientDisconnect as error:
         raise ClientGone from error
+    except TimeoutError:
+        raise ApiError("request_timeout", f"the request body did not come within {limits.body_s:g} s") from None
     return b"".join(parts)
 
 
@@ -130,11 +136,9 @@ def parse_speculative(value: Any) -> int | None:
 
 def _measure(path: str, text: bytes) -> tuple[int, int]:
     """(prompts, tokens in all) of a request's text, which is still JSON."""
-    if path == COMPLETIONS and text.startswith(b"["):
-        parts = msgspec.json.decode(text, type=list[msgspec.Raw])
-        whole = bool(parts) and not bytes(parts[0]).startswith((b'"', b"["))  # one prompt, of token ids
-        texts = [text] if whole else [bytes(part) for part in parts]
-        return max(1, len(texts)), sum(_tokens(one) for one in texts)
+    if path == COMPLETIONS and text.startswith(b"[") and text[1:64].lstrip()[:1] in (b'"', b"["):  # else one, of ids
+        texts = [bytes(part) for part in msgspec.json.decode(text, type=list[msgspec.Raw])]
+        return len(texts), sum(_tokens(one) for one in texts)
     return 1, _tokens(text)
 
 

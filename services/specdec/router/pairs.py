@@ -227,17 +227,18 @@ class Pair:
 
     def _order(self, session: Session, steps: int, window: int, seen: int | None = None) -> None:
         session.orders += 1
-        self._outbox.append(
-            pb.Order(
-                session=session.id,
-                slot=session.slot,
-                id=session.orders,
-                steps=steps,
-                window=window,
-                seen=session.seen if seen is None else seen,
-                lease_ms=self._lease_ms,
-            )
+        order = pb.Order(
+            session=session.id,
+            slot=session.slot,
+            id=session.orders,
+            steps=steps,
+            window=window,
+            seen=session.seen if seen is None else seen,
+            lease_ms=self._lease_ms,
         )
+        if session.request.max_steps is not None:
+            order.cap = session.request.max_steps
+        self._outbox.append(order)
         session.sent_at[session.orders] = time.monotonic()
         self._metrics.orders.inc()
         self._posted.set()

@@ -4,13 +4,14 @@ What is changed on the way: `"speculative"` is taken out of a request, `usage` g
 chunks before it get `"usage": null`, and every error gets one form.
 """
 
+import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -26,6 +27,9 @@ from specdec.router.relay import Relayed, Watch, joined_events
 from specdec.router.upstream import Answer, BrokenOff, EngineError, Silent, Unreached, Upstream
 from specdec.telemetry import RouterMetrics
 
+T = TypeVar("T")
+_LOOK_S = 0.5  # how often a pair is looked at that has not answered yet
+_FIRST_S = 2.0  # how long a stream's headers wait for its first event, which may be an error
 _SETTLE_S = 0.05  # how long an answer waits for its last verdict
 _ERROR_BYTES = 1 << 16  # of vLLM's error that are read
 # Hop by hop (RFC 9110, 7.6.1), or set anew by whoever sends.
@@ -38,6 +42,7 @@ _SECRET = frozenset((b"authorization", b"x-api-key"))  # the router's own keys
 _UNBUFFERED = {b"x-accel-buffering": b"no", b"cache-control": b"no-cache"}  # asks proxies in front to stream, too
 _ID_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
 _UNSAFE = re.compile(rb"[\x00-\x20\x7f]")  # what would end the request line
+_ERROR = b'data: {"error"'
 _DEAD = re.compile(r"EngineCore|EngineDead")
 _BROKEN = "the engine broke off its answer"
 
@@ -74,14 +79,18 @@ class Proxy:
     ) -> None:
         self._upstream, self._fleet, self._admission, self._limits = upstream, fleet, admission, limits
         self._metrics, self._secret = metrics, _SECRET if own_keys else frozenset[bytes]()
+        self.running = 0  # requests being answered
         self.watches: set[Watch] = set()
         self.relays: set[Relayed] = set()
 
     async def forward(self, http: HttpRequest) -> Response:
         """A pair's answer to `http`. Raises ApiError and ClientGone."""
         async with AsyncExitStack() as held:  # until the answer's last byte, however it comes to that
+            self._count(1)
+            held.callback(self._count, -1)
             path = http.scope["path"]
-            asked = read(path, await read_body(http, self._limits.body_bytes), self._limits)
+            body = await read_body(http, self._limits)
+            asked = read(path, body, self._limits) if http.method == "POST" else Asked(body)
             watch = Watch(http)
             self.watches.add(watch)
             held.callback(self.watches.discard, watch)
@@ -113,6 +122,9 @@ class Proxy:
             )
             relay.track(self.relays, self._metrics)
             return relay
+
+    def _count(self, more: int) -> None:
+        self.running += more
 
     async def get(self, target: bytes) -> bytes:
         """What a pair's vLLM answers the router itself. Raises ApiError."""
@@ -159,20 +171,38 @@ class Proxy:
         held.callback(pair.release, request)
         started = time.monotonic()
         try:
-            answer = await watch.race(self._send(http, pair, request, asked.body))
-            held.callback(answer.close)  # ends vLLM's work if that is not done
+            answer = await watch.race(self._while_ready(pair, self._send(http, pair, request, asked.body, held)))
             self._metrics.first_byte.observe(time.monotonic() - started)
             if answer.status >= 300:
                 raise await self._refused(answer, asked, watch)
+            if path in GENERATING and _is(answer, "text/event-stream"):
+                first = await watch.race(self._while_ready(pair, answer.first(_FIRST_S)))
+                if first.startswith(_ERROR):  # vLLM finds some faults of a request only then
+                    raise _failure(_status_of(first), first.removeprefix(b"data:"), asked)
             document = path in GENERATING and _is(answer, "application/json")
-            whole = await watch.race(answer.whole()) if document else None
+            whole = await watch.race(self._while_ready(pair, answer.whole())) if document else None
         except Silent as error:
             raise _unreachable(error) from error
         except EngineError as error:
             raise _TryAnother(_unreachable(error), sent=not isinstance(error, Unreached)) from error
         return _Begun(answer, request, whole)
 
-    async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> Answer:
+    async def _while_ready(self, pair: Pair, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Raises BrokenOff where its pair stops being ready and another one is: it may hang."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait((task,), timeout=_LOOK_S)
+                others = [other for other in self._fleet.pairs if other is not pair and other.ready]
+                if not task.done() and not pair.ready and others:
+                    raise BrokenOff(f"pair {pair.address} is not ready any more")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes, held: AsyncExitStack) -> Answer:
         headers = [*self._kept(http.headers.raw), (b"x-request-id", request.id.encode())]
         headers.append((b"accept-encoding", b"identity"))
         if trace := Observation.of(http.scope).trace_headers():
@@ -182,20 +212,21 @@ class Proxy:
         target = http.scope["raw_path"] + (b"?" + query if query else b"")
         if _UNSAFE.search(target):
             raise ApiError("invalid_request", "the request's path or query is not a valid one")
-        return await self._upstream.ask(pair.http_url, http.method, target, headers, body)
+        answer = await self._upstream.ask(pair.http_url, http.method, target, headers, body)
+        held.callback(answer.close)  # ends vLLM's work if that is not done, even if nobody waits for this result now
+        return answer
 
-    async def _refused(self, answer: Answer, asked: Asked, watch: Watch) -> Exception:
-        """vLLM's error in our form; one that says its engine is gone is worth another pair."""
+    async def _refused(self, answer: Answer, asked: Asked, watch: Watch) -> ApiError | _TryAnother:
+        """What an answer that is none says."""
         body = b""
         parts = answer.parts()
         while len(body) < _ERROR_BYTES and (part := await watch.race(_next(parts))) is not None:
             body += part
-        status = answer.status if answer.status >= 400 else 404  # a redirect would leave the router
-        error = of_engine(status, body, asked.body)
-        if (after := answer.header(b"retry-after")).isdigit():
+        error = _failure(
+            answer.status if answer.status >= 400 else 404, body, asked
+        )  # a redirect would leave the router
+        if isinstance(error, ApiError) and (after := answer.header(b"retry-after")).isdigit():
             error.retry_after_s = int(after)
-        if status in (502, 503) or (status == 500 and _DEAD.search(error.message)):
-            return _TryAnother(ApiError("engine_unavailable", error.message), sent=True)
         return error
 
     def _kept(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -204,6 +235,14 @@ class Proxy:
         named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
         dropped = _DROPPED | self._secret | named
         return [(name, value) for name, value in lower if name not in dropped]
+
+
+def _failure(status: int, body: bytes, asked: Asked) -> ApiError | _TryAnother:
+    """vLLM's error before anything was sent on; one that says its engine is gone is worth another pair."""
+    error = of_engine(status, body, asked.body)
+    if status in (502, 503) or (status == 500 and _DEAD.search(error.message)):
+        return _TryAnother(ApiError("engine_unavailable", error.message), sent=True)
+    return error
 
 
 async def _events(parts: AsyncIterator[bytes], request: Request, usage_at_end: bool) -> AsyncIterator[bytes]:
@@ -215,7 +254,7 @@ async def _events(parts: AsyncIterator[bytes], request: Request, usage_at_end: b
             continue
         if b'"usage"' in event and b'"usage":{' in event.replace(b" ", b""):
             yield await _counted(event, request)
-        elif event.startswith(b'data: {"error"'):
+        elif event.startswith(_ERROR):
             yield of_engine(_status_of(event), event.removeprefix(b"data:")).event()
             return  # vLLM would go on with [DONE], as if the answer were whole
         elif usage_at_end and event.startswith(b"data: {") and b'"usage":' not in event:

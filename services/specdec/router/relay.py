@@ -99,7 +99,7 @@ class Relayed(Response):
         self._send: Send
         self._writing_since: float | None = None
         self._wrote_at = time.monotonic()
-        self._between_events = stream
+        self._between_events = False  # a comment may be sent
         self._comment: asyncio.Task[None] | None = None
 
     def track(self, live: "set[Relayed]", metrics: RouterMetrics) -> None:
@@ -115,6 +115,7 @@ class Relayed(Response):
             try:
                 with self._watch.cancelling():
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    self._between_events = self._stream
                     async for part in self._parts:
                         await self._write(part)
                     await self._settle_comment()

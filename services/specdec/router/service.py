@@ -5,6 +5,7 @@ import signal
 import socket
 
 from specdec.router.app import create_app
+from specdec.router.protocol import Protocol
 from specdec.router.settings import RouterSettings
 from specdec.serve import listen, serving
 from specdec.tracing import Tracing
@@ -22,7 +23,7 @@ async def run(settings: RouterSettings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    async with serving(app.state.admin, admin, 1), serving(app, listener, 1):
+    async with serving(app.state.admin, admin, 1), serving(app, listener, 1, Protocol):
         await stopped.wait()
         await app.state.router.drain(settings.drain_s)
     return 0

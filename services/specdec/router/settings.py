@@ -65,6 +65,7 @@ class RouterSettings(Settings):
     write_timeout_s: float = Field(60, gt=0, description="a client that reads nothing for so long is given up")
     keepalive_s: float = Field(15, gt=0, description="a silent stream gets a comment as often, for proxies in front")
     max_body_mb: float = Field(32, gt=0, description="largest request body; larger ones get 413")
+    body_timeout_s: float = Field(120, gt=0, description="longest time for a request's body to come; then 408")
     trace_cycles: int = Field(
         16, ge=1, description="where traces are on, spans for the first of a session's cycles and then each of so many"
     )

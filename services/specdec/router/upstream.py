@@ -54,6 +54,11 @@ class Answer:
         while (part := await self._connection.next_part()) is not None:
             yield part
 
+    async def first(self, timeout_s: float) -> bytes:
+        """The body's first piece, which `parts` will give, too; empty if none comes in time. Raises BrokenOff, also
+        for a body that is empty, and Silent."""
+        return await self._connection.peek(timeout_s)
+
     async def whole(self) -> bytes:
         """The body, once it is whole. Raises BrokenOff and Silent."""
         return b"".join([part async for part in self.parts()])
@@ -155,7 +160,7 @@ class _Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._parts: deque[bytes] = deque()
         self._buffered = 0
-        self._begun = self._whole = self._paused = False
+        self._begun = self._whole = self._reusable = self._paused = False
         self._fault: EngineError | None = None
         self._has_body, self.untouched, self._asked = has_body, True, True
         self._transport.writelines(request)
@@ -176,9 +181,21 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return part
 
+    async def peek(self, timeout_s: float) -> bytes:
+        """See Answer.first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._parts:
+                    if self._whole:
+                        raise BrokenOff(f"{self.base}: the answer is empty")
+                    await self._wait()
+        except TimeoutError:
+            return b""
+        return self._parts[0]
+
     def release(self) -> None:
         """Nobody reads the answer any more."""
-        if self._whole and self.usable and self._asked and self._has_body and self._parser.should_keep_alive():
+        if self._whole and self.usable and self._asked and self._has_body and self._reusable:
             self._asked = False
             self.idle_since = time.monotonic()
             if self._paused:
@@ -263,7 +280,7 @@ class _Connection(asyncio.Protocol):
         if self._parser.get_status_code() < 200:  # 100 Continue and the like: the answer comes after it
             self._headers.clear()
             return
-        self._begun = True
+        self._begun, self._reusable = True, self._parser.should_keep_alive()
         if not self._has_body:
             self._whole = True
 

@@ -111,12 +111,14 @@ class Supervisor:
             settings.control_tls_key,
             settings.control_tls_ca,
         )
+        if settings.host not in ("127.0.0.1", "::1", "localhost") and not self._auth.given:
+            log.warning("--host %s: whoever reaches --control-port can order; see --control-secret-file", settings.host)
         self._engine_ready = False
         self._metrics = PairMetrics()
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
-        """Serves until SIGTERM or SIGINT (returns 0) or until vLLM ends by itself (returns 1)."""
+        """Serves until SIGTERM or SIGINT (returns 0) or until vLLM ends by itself or stands still (returns 1)."""
         s = self._settings
         health = listen(s.host, s.health_port, "--health-port")
         listen(s.host, s.port, "--port").close()  # vLLM would find out only after loading the model
@@ -160,6 +162,9 @@ class Supervisor:
                 code = engine.poll()
                 if code is not None:
                     log.error("vLLM ended with exit code %s; its own lines above say why", code)
+                    return 1
+                if (silent_s := self._step_age_s()) > self._settings.dead_s:
+                    log.error("the engine has begun no cycle for %.0f s, with sessions open: giving it up", silent_s)
                     return 1
                 ready = await self._healthy(client)
                 if ready and not self._engine_ready:
