@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from prometheus_client import generate_latest
 
 from edge_kit import CHAT, DONE, FakeVllm, delta, error_of, never, reply, rude_engine, run, stream, url_of
 from fake_engine import FakePair, fake_pair, until
@@ -179,8 +180,10 @@ def test_pairs_come_and_go_with_their_name(monkeypatch):
             await asyncio.sleep(0.1)
             assert two in fleet.pairs  # it still answers
             assert fleet.choose() is not two
+            two._metrics.steps.labels(two.address).set(1)
             two.release(request)
             await until(lambda: two not in fleet.pairs)
+            assert two.address not in generate_latest(two._metrics.registry).decode()
 
     run(main)
 

@@ -3,6 +3,7 @@
 Each service makes its own registry (no global state), so that several can live in one process in tests.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -214,6 +215,13 @@ class RouterMetrics:
             "specdec_router_probe_cycles", "Cycles ordered to learn, not to gain", ["pair"], registry=r
         )
         self.switches = Counter("specdec_router_step_switches", "Changes of the chosen k", ["pair"], registry=r)
+
+    def forget(self, pair: str) -> None:
+        """A pair that has left is named no more: pods come and go."""
+        gauges = (self.pair_up, self.steps, self.expected_rate, self.realised_rate, self.utility)
+        for metric in (*gauges, self.probes, self.switches):
+            with contextlib.suppress(KeyError):
+                metric.remove(pair)
 
 
 def health_routes(app: FastAPI, registry: CollectorRegistry | None, readiness: Callable[[], dict[str, Any]]) -> None:

@@ -203,8 +203,7 @@ class Pair:
 
     def forget(self) -> None:
         """The pair is gone for good: no metric names it any more."""
-        with contextlib.suppress(KeyError):
-            self._metrics.pair_up.remove(self.address)
+        self._metrics.forget(self.address)
 
     # ---- what the loop asks
 
