@@ -126,6 +126,20 @@ def test_each_of_vllms_forms(status, body, code, param, message):
     assert "parameter=" not in error.message
 
 
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (b'{"max_tokens": 5}', "context_length_exceeded"),
+        (b"{}", "context_length_exceeded"),
+        (b'{"max_tokens": 0}', "invalid_request"),
+        (b'{"max_completion_tokens":0}', "invalid_request"),
+    ],
+)
+def test_a_context_that_is_full_is_told_from_an_answer_of_no_tokens(asked, code):
+    body = openai_form("max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)", "max_tokens")
+    assert of_engine(400, body, asked).code == code
+
+
 def test_what_was_asked_is_not_repeated():
     asked = json.dumps({"messages": [{"role": "user", "content": "my secret prompt text"}], "n": 1}).encode()
     error = of_engine(400, openai_form("cannot read 'my secret prompt text' here"), asked)

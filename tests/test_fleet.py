@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from prometheus_client import generate_latest
 
 from edge_kit import CHAT, DONE, FakeVllm, delta, error_of, never, reply, rude_engine, run, stream, url_of
 from fake_engine import FakePair, fake_pair, until
@@ -179,8 +180,10 @@ def test_pairs_come_and_go_with_their_name(monkeypatch):
             await asyncio.sleep(0.1)
             assert two in fleet.pairs  # it still answers
             assert fleet.choose() is not two
+            two._metrics.steps.labels(two.address).set(1)
             two.release(request)
             await until(lambda: two not in fleet.pairs)
+            assert two.address not in generate_latest(two._metrics.registry).decode()
 
     run(main)
 
@@ -432,22 +435,19 @@ def test_an_engine_that_stands_still_gets_no_requests_and_is_not_ready(tmp_path)
 
 
 def test_the_openai_package_is_told_to_come_back_when_places_are_taken(tmp_path):
+    free = asyncio.Event()
     times = []
 
     async def slow(asked, send):
-        await asyncio.sleep(0.3)
+        await free.wait()
         await reply(json.dumps({"id": "c", "choices": []}).encode())(asked, send)
 
     async def main():
-        async with pairs_routed(tmp_path, slow, max_sessions=1, max_waiting=0) as (client, _):
-            first = asyncio.create_task(client.post(CHAT, json={"messages": []}))
-            await asyncio.sleep(0.1)
-            started = time.monotonic()
-            refused = await client.post(CHAT, json={"messages": []})
-            assert time.monotonic() - started < 0.05 + 0.1
-            assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many_waiting")
-            assert 1 <= int(refused.headers["retry-after"]) <= 60
-            assert (await client.get("/readyz")).status_code == 200  # health never queues
+        async with pairs_routed(tmp_path, slow, max_sessions=1, max_waiting=0) as (client, members):
+
+            def refusals() -> float:
+                registry = members[0].pair._metrics.registry
+                return registry.get_sample_value("specdec_router_rejected_total", {"code": "too_many_waiting"}) or 0
 
             def ask(retries):
                 with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="x", max_retries=retries) as sdk:
@@ -455,10 +455,19 @@ def test_the_openai_package_is_told_to_come_back_when_places_are_taken(tmp_path)
                     sdk.chat.completions.create(model="m", messages=[])
                     times.append(time.monotonic() - started)
 
+            first = asyncio.create_task(client.post(CHAT, json={"messages": []}))
+            await until(lambda: members[0].vllm.asked)
+            refused = await client.post(CHAT, json={"messages": []})
+            assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many_waiting")
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert (await client.get("/readyz")).status_code == 200  # health never queues
             with pytest.raises(openai.RateLimitError):
                 await asyncio.to_thread(ask, 0)
-            await asyncio.to_thread(ask, 1)  # it waits for as long as the header says
-            assert times[0] > 1
+            again = asyncio.create_task(asyncio.to_thread(ask, 1))
+            await until(lambda: refusals() == 3, 10)
+            free.set()
+            await again
+            assert times[0] > 1  # it has waited for as long as the header says
             await first
 
     run(main)

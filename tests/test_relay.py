@@ -174,7 +174,9 @@ def test_the_kernel_keeps_little_for_a_client_that_does_not_read():
 # ---- silence
 
 
-def test_a_silent_stream_gets_comments_between_events_only(tmp_path):
+def test_a_silent_stream_gets_comments_between_events_only(tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec.router.proxy._FIRST_S", 0.05)
+
     async def answer(asked: Any, send: Any) -> None:
         await start(send, 200, ("content-type", "text/event-stream"))
         await asyncio.sleep(0.35)

@@ -46,6 +46,8 @@ _BY_STATUS = {400: "invalid_request", 415: "invalid_request", 422: "invalid_requ
 _MESSAGE = 1500  # characters; with JSON's escapes the body stays under 4 kB
 _RETRY_S = 2
 _OVERFLOW = re.compile(r"maximum context length|max_model_len|maximum model length", re.IGNORECASE)
+_FULL = re.compile(r"max_tokens must be at least 1, got 0")
+_ZERO = re.compile(rb'"max_(completion_)?tokens"\s*:\s*0\b')
 _VALIDATION = re.compile(r"'loc': '([^']*)', 'msg': (?:'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\")")
 _PYDANTIC = re.compile(r"\[type=\w+, input_value=.*", re.DOTALL)
 _VALUE = re.compile(r" \(parameter=(\w+)(?:, value=.*)?\)$", re.DOTALL)
@@ -116,6 +118,9 @@ def of_engine(status: int, body: bytes, asked: bytes = b"") -> ApiError:
     if status == 404 and param == "model":
         return ApiError("model_not_found", "the model does not exist; GET /v1/models lists those that do", "model")
     message = _without_echo(message, asked)[:_MESSAGE]
+    if status == 400 and _FULL.match(message) and not _ZERO.search(asked):  # nobody asked for 0: it is what is left
+        message = "the prompt fills the model's whole context, so that no token of an answer fits"
+        return ApiError("context_length_exceeded", message, param)
     if status == 400 and _OVERFLOW.search(message):
         return ApiError("context_length_exceeded", message, param)
     return of_status(status, message or f"the engine answered {status}", param)

@@ -207,7 +207,7 @@ class Pair:
 
     def forget(self) -> None:
         """The pair is gone for good: no metric names it any more."""
-        self._metrics.forget_pair(self.address)
+        self._metrics.forget(self.address)
 
     # ---- what the loop asks
 
