@@ -50,7 +50,7 @@ REJECTIONS = (
     *("invalid_request", "invalid_json", "context_length_exceeded", "invalid_api_key", "permission_denied"),
     *("not_found", "model_not_found", "method_not_allowed", "conflict", "request_too_large", "too_many_waiting"),
     *("queue_timeout", "engine_overloaded", "internal_error", "not_supported", "no_pair", "engine_unavailable"),
-    *("draining", "engine_timeout"),
+    *("draining", "engine_timeout", "request_timeout"),
 )
 SESSION_STATES = ("reading", "speculating", "plain", "standing")
 
