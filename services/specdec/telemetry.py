@@ -702,12 +702,12 @@ class RouterMetrics(_Registry):
         self.probes = self.counter("specdec_router_probe_cycles_total")
         self.switches = self.counter("specdec_router_step_switches_total")
 
-    def forget_pair(self, address: str) -> None:
+    def forget(self, pair: str) -> None:
         """The pair is gone for good: no metric names it any more."""
         rates = (self.expected_rate, self.realised_rate, self.plain_rate, self.utility)
         for metric in (self.pair_up, self.pair_ready, self.steps, *rates, self.probes, self.switches):
             with contextlib.suppress(KeyError):
-                metric.remove(address)
+                metric.remove(pair)
 
 
 class PairMetrics(_Registry):
