@@ -21,6 +21,7 @@ VLLM_ARGS = [
     *PLAIN_ARGS,
     *("--max-num-batched-tokens", "96", "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS)),
     "--enable-prefix-caching",
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),  # a named tool needs a parser, too
 ]
 
 TESTS = Path(__file__).parent

@@ -11,6 +11,7 @@ import grpc
 
 from specdec.channel.layout import Layout
 from specdec.channel.segment import Role, Segment
+from specdec.control_auth import ControlAuth
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.router.loop import speculate
@@ -97,15 +98,18 @@ class FakePair:
 
 
 @contextlib.asynccontextmanager
-async def fake_pair(folder: Path, *, max_sessions: int = 8, port: int = 0) -> AsyncIterator[FakePair]:
+async def fake_pair(
+    folder: Path, *, max_sessions: int = 8, port: int = 0, auth: ControlAuth | None = None
+) -> AsyncIterator[FakePair]:
     """A FakePair whose Control listens on loopback."""
     path = folder / "specdec-test"
     layout = Layout(max_sessions, max_steps=8)
     with Segment.create(path, layout) as segment, Segment.attach(path, Role.ENGINE) as engine_side:
         pair = FakePair(segment, FakeEngine(engine_side), PairMetrics())
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        auth = auth or ControlAuth()
+        server = grpc.aio.server(interceptors=auth.interceptors(), options=[("grpc.so_reuseport", 0)])
         pb_grpc.add_SpeculationServicer_to_server(pair.control, server)
-        pair.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+        pair.address = f"127.0.0.1:{auth.listen(server, f'127.0.0.1:{port}')}"
         pair.control.start()
         await server.start()
         try:

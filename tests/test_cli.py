@@ -114,6 +114,7 @@ def test_the_router_needs_neither_torch_nor_vllm():
 def test_a_router_serves_until_it_is_told_to_stop(number):
     port, pair = free_port(), free_port()
     command = [sys.executable, "-m", "specdec", "router", "--port", port, "--pairs", f"127.0.0.1:{pair}"]
+    command += ["--admin-port", free_port()]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as router:
         try:
             until, answer = time.monotonic() + 20, None
@@ -139,6 +140,7 @@ def test_a_router_serves_until_it_is_told_to_stop(number):
     ("command", "flag"),
     [
         ("router", "--port"),
+        ("router", "--admin-port"),
         ("draft", "--health-port"),
         ("verifier", "--port"),
         ("verifier", "--control-port"),
@@ -153,6 +155,8 @@ def test_a_port_in_use_exits_2_and_names_the_flag(command, flag, monkeypatch, ca
         argv += ["--model", "m", "--pair", f"test-{os.getpid()}"]
         for name, port in zip(("--port", "--control-port", "--health-port"), others, strict=True):
             argv += [name, port]
+    if flag == "--admin-port":
+        argv += ["--port", others[0]]
     with listen("127.0.0.1", 0, "taken") as taken:
         port = taken.getsockname()[1]
         assert main([*argv, flag, str(port)]) == 2

@@ -102,7 +102,7 @@ def test_a_released_request_gets_no_new_sessions_but_keeps_those_it_has(tmp_path
     asyncio.run(main())
 
 
-def test_two_routers_each_drive_their_own_sessions(tmp_path):
+def test_two_routers_each_drive_their_own_sessions_with_the_k_of_the_one_that_leads(tmp_path):
     async def main():
         async with (
             fake_pair(tmp_path) as pair,
@@ -113,14 +113,79 @@ def test_two_routers_each_drive_their_own_sessions(tmp_path):
             await until(lambda: pair.control.routers == 3)
             (a,), (b,) = registered(known_a, 1), registered(known_b, 2)
             session_a = pair.engine.open(request_id(1), cycles=50)
-            session_b = pair.engine.open(request_id(2), cycles=50)
-            await asyncio.wait_for(pair.engine.run(), 10)
+            session_b = pair.engine.open(request_id(2), cycles=80)
+            await asyncio.wait_for(pair.engine.run(0.001), 10)
             await until(lambda: finished([a, b]))
             assert (ids(a), ids(b)) == ([session_a.id], [session_b.id])
-            assert pair.engine.ran[session_a.id] == [(n, 1) for n in range(1, 51)]
-            assert pair.engine.ran[session_b.id] == [(n, 5) for n in range(1, 51)]
-            assert (a.sessions[0].proposed, b.sessions[0].proposed) == (50, 250)
+            ran_a, ran_b = pair.engine.ran[session_a.id], pair.engine.ran[session_b.id]
+            assert ran_a == [(n, 1) for n in range(1, 51)]
+            assert [order for order, _ in ran_b] == list(range(1, 81))
+            steps = [k for _, k in ran_b]
+            # its first order may have come before the leader's; it leads when the other has no session any more
+            assert set(steps[1:48]) == {1}
+            assert set(steps[54:]) == {5}
             assert await opened_by(bystander) == [session_a.id, session_b.id]
+
+    asyncio.run(main())
+
+
+async def ordering(call: Any, session: Any, order_id: int, steps: int, cap: int | None = None) -> None:
+    order = pb.Order(session=session.id, slot=session.slot, id=order_id, steps=steps, window=1, lease_ms=5000)
+    if cap is not None:
+        order.cap = cap
+    await call.write(pb.OrderFrame(orders=[order], lease_ms=10_000))
+
+
+def test_a_follower_keeps_its_sessions_caps(tmp_path):
+    async def main():
+        async with fake_pair(tmp_path) as pair, raw_router(pair) as leads, raw_router(pair) as follows:
+            await until(lambda: pair.control.routers == 2)
+            sessions = [pair.engine.open(request_id(n)) for n in range(4)]
+            pair.engine.step()
+            await opened_by(leads)
+            await ordering(leads, sessions[0], 1, 6)
+            await until(lambda: pair.engine.link.admit(sessions[0]) == 6)
+            for session, steps, cap in ((sessions[1], 2, None), (sessions[2], 2, 4), (sessions[3], 0, 0)):
+                await ordering(follows, session, 1, steps, cap)
+            await until(lambda: [pair.engine.link.admit(session) for session in sessions[1:]] == [6, 4, 0])
+
+    asyncio.run(main())
+
+
+def test_a_leader_whose_only_sessions_are_capped_does_not_decide(tmp_path):
+    async def main():
+        async with fake_pair(tmp_path) as pair, raw_router(pair) as capped, raw_router(pair) as other:
+            await until(lambda: pair.control.routers == 2)
+            one, two = (pair.engine.open(request_id(n)) for n in range(2))
+            pair.engine.step()
+            await opened_by(capped)
+            await ordering(capped, one, 1, 0, 0)  # "speculative": "off"
+            await ordering(other, two, 1, 5)
+            await until(lambda: (pair.engine.link.admit(one), pair.engine.link.admit(two)) == (0, 5))
+
+    asyncio.run(main())
+
+
+def test_a_silent_leader_loses_the_lease_and_one_that_goes_too(tmp_path):
+    async def main():
+        async with fake_pair(tmp_path) as pair, raw_router(pair) as second:
+            async with raw_router(pair) as first:
+                await until(lambda: pair.control.routers == 2)
+                one, two = (pair.engine.open(request_id(n)) for n in range(2))
+                pair.engine.step()
+                await opened_by(second)
+                await ordering(first, one, 1, 3)
+                await until(lambda: pair.engine.link.admit(one) == 3)
+                await ordering(second, two, 1, 5)
+                await until(lambda: pair.engine.link.admit(two) == 3)
+                pair.control._leader.until_ns = now_ns() - 1
+                await ordering(second, two, 2, 5)
+                await until(lambda: pair.engine.link.admit(two) == 5)
+                await ordering(first, one, 2, 3)  # it is back, and follows
+                await until(lambda: pair.engine.link.admit(one) == 5)
+            await until(lambda: pair.control.routers == 1)
+            await ordering(second, two, 3, 7)
+            await until(lambda: pair.engine.link.admit(two) == 7)
 
     asyncio.run(main())
 

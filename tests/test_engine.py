@@ -369,8 +369,8 @@ def test_at_window_one_orders_cycles_and_verdicts_agree(engine_stack: Stack, ora
         time.sleep(0.3)
         cycles = [v for _, v in recorder.cycles]
         assert all(v.order > 0 for v in cycles)
-        assert len(cycles) == metric(engine_stack.url, "specdec_router_verdicts_total")
-        assert len(cycles) == metric(engine_stack.url, "specdec_router_orders_total")
+        assert len(cycles) == metric(engine_stack.admin_url, "specdec_router_verdicts_total")
+        assert len(cycles) == metric(engine_stack.admin_url, "specdec_router_orders_total")
         by_session: dict[int, list[int]] = defaultdict(list)
         for v in cycles:
             by_session[v.session].append(v.order)

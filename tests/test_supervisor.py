@@ -248,6 +248,33 @@ def test_it_gives_up_on_a_vllm_that_never_gets_ready(tmp_path, caplog):
     assert "vLLM was not ready after 0 s" in caplog.text
 
 
+def test_an_engine_that_stands_still_is_not_ready_and_in_the_end_given_up(tmp_path, caplog):
+    async def main():
+        async with fake_pair(tmp_path) as pair, fake_health(200) as (port, _):
+            verifier = verifier_of(pair, port=port, stall_s=10, dead_s=100)
+            beat = pair.segment.word("engine.beat_ns")
+            beat.value = now_ns() - 50_000_000_000
+            watching = asyncio.create_task(verifier._watch(FakeProcess()))
+            await until(lambda: verifier._engine_ready)
+            described = verifier._describe()
+            assert (described.engine_ready, described.step_age_ms) == (True, 0)  # with nothing to do it may rest
+            pair.engine.open("request")
+            pair.engine.step()
+            await until(lambda: pair.control.sessions)
+            assert verifier._describe().step_age_ms < 1000
+            beat.value = now_ns() - 50_000_000_000
+            described = verifier._describe()
+            assert not described.engine_ready
+            assert 50_000 <= described.step_age_ms < 52_000
+            assert verifier._readiness()["reasons"] == ["the engine has not begun a cycle for 50 s, with sessions open"]
+            assert not watching.done()
+            beat.value = now_ns() - 101_000_000_000
+            assert await asyncio.wait_for(watching, 5) == 1
+
+    asyncio.run(main())
+    assert "giving it up" in caplog.text
+
+
 def test_it_stops_when_told(tmp_path, caplog):
     async def main():
         async with fake_pair(tmp_path) as pair, fake_health(200) as (port, _):

@@ -1,15 +1,22 @@
-"""telemetry.py: the health routes on a real server, and the metrics' names."""
+"""telemetry.py: the health routes on a real server, the table of metrics, and its document."""
 
 import asyncio
-import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from specdec.draft.runahead import AheadCounts
+from specdec.router.errors import TABLE
 from specdec.serve import listen, serving
-from specdec.telemetry import DraftMetrics, PairMetrics, RouterMetrics, health_app, setup_logging
+from specdec.telemetry import METRICS, REJECTIONS, DraftMetrics, PairMetrics, RouterMetrics, health_app
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+import metrics_doc
 
 
 def served(test, registry=None, readiness=lambda: {"ready": True}):
@@ -72,27 +79,82 @@ def test_nothing_else_is_served():
     served(test)
 
 
-@pytest.mark.parametrize("kind", [PairMetrics, DraftMetrics, RouterMetrics])
-def test_every_metric_is_ours_explained_and_of_its_own_registry(kind):
-    one, two = kind(), kind()  # two in one process, as in these tests
-    families = list(one.registry.collect())
-    assert families
-    for family in families:
-        assert family.name.startswith("specdec_")
-        assert family.documentation
-    assert [family.name for family in families] == [family.name for family in two.registry.collect()]
+KINDS = {"router": RouterMetrics, "verifier": PairMetrics, "draft": DraftMetrics}
 
 
-def test_log_lines_name_service_and_level(capsys):
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    root.handlers = []
-    try:
-        setup_logging("router", "INFO")
-        logging.getLogger("specdec.x").info("hello")
-        logging.getLogger("httpx").info("noise")
-        logging.getLogger("specdec.x").debug("detail")
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.endswith(" router INFO hello")
-    finally:
-        root.handlers, root.level = handlers, level
+class FakeHead:
+    """A drafter that counts all a drafter may count."""
+
+    evicted = 2
+    counts = SimpleNamespace(late_starts=1, without_states=0, dropped=0)
+    ahead_counts = AheadCounts(hits=3)
+
+
+def exposed(registry: CollectorRegistry) -> dict[str, tuple[str, str]]:
+    """(type, help) by a metric's name as it is in a scrape."""
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        family.name + "_total" * (family.type == "counter"): (family.type, family.documentation)
+        for family in families
+        if not family.name.startswith("process_")
+    }
+
+
+@pytest.mark.parametrize("service", KINDS)
+def test_the_table_and_a_scrape_name_the_same(service):
+    metrics = KINDS[service]()
+    if service == "draft":
+        metrics.show(FakeHead(), run_ahead=True)
+    assert exposed(metrics.registry) == {entry.name: (entry.kind, entry.help) for entry in METRICS[service]}
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_two_of_a_kind_live_in_one_process(kind):
+    one, two = kind(), kind()
+    assert exposed(one.registry) == exposed(two.registry)
+
+
+def test_the_process_itself_is_measured():
+    scrape = generate_latest(DraftMetrics().registry).decode()
+    for name in ("process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"):
+        assert f"\n{name} " in scrape
+
+
+def test_listed_label_values_are_there_before_anything_has_happened():
+    metrics = PairMetrics()
+    for reason in ("none", "draft_late", "budget"):
+        assert metrics.registry.get_sample_value("specdec_short_cycles_total", {"reason": reason}) == 0
+    labels = {"route": "/v1/chat/completions", "outcome": "error"}
+    assert RouterMetrics().registry.get_sample_value("specdec_router_outcomes_total", labels) == 0
+
+
+def test_buckets_fit_a_tenth_of_a_millisecond_to_a_minute():
+    for entry in (entry for table in METRICS.values() for entry in table if entry.kind == "histogram"):
+        assert list(entry.buckets) == sorted(set(entry.buckets))
+        if entry.unit == "seconds":
+            assert (entry.buckets[0], entry.buckets[-1]) == (1e-4, 60)
+
+
+def test_the_engines_counts_are_taken_over_once():
+    metrics = PairMetrics()
+    for late, stale in ((2, 1), (2, 1), (5, 4)):
+        metrics.publish({"late": late, "stale": stale})
+    value = metrics.registry.get_sample_value
+    assert value("specdec_dropped_total", {"cause": "late"}) == 5
+    assert value("specdec_proposals_total", {"result": "stale"}) == 4
+
+
+def test_the_document_is_the_tables():
+    assert metrics_doc.OUT.read_text() == metrics_doc.document(), "run tools/metrics_doc.py"
+
+
+def test_every_entry_has_a_row_and_says_what_to_do():
+    text = metrics_doc.document()
+    for entry in (entry for table in METRICS.values() for entry in table):
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{entry.name}`")]
+        assert entry.act in row
+        assert all(f"`{label}`" in row for label in entry.labels)
+
+
+def test_the_errors_codes_are_the_routers():
+    assert sorted(REJECTIONS) == sorted(TABLE)

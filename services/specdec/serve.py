@@ -34,10 +34,21 @@ def listen(host: str, port: int, what: str) -> socket.socket:
 
 
 @asynccontextmanager
-async def serving(app: Any, listener: socket.socket, grace_s: float = 5) -> AsyncIterator[None]:
-    """Serves `app` on `listener` while the context is open; running answers get `grace_s` at its end."""
+async def serving(
+    app: Any, listener: socket.socket, grace_s: float = 5, protocol: type[asyncio.Protocol] | None = None
+) -> AsyncIterator[None]:
+    """Serves `app` on `listener` while the context is open; running answers get `grace_s` at its end. `protocol`: of
+    HTTP, if another than uvicorn's."""
+    options: dict[str, Any] = {} if protocol is None else {"http": protocol}
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=int(grace_s), ws="none"
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=int(grace_s),
+        timeout_keep_alive=75,  # longer than proxies in front keep theirs (nginx: 60), which then race with our close
+        ws="none",
+        **options,
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))

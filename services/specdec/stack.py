@@ -157,13 +157,14 @@ class Stack:
         port: int | None = None,
         progress: Progress = quiet,
     ) -> None:
-        vllm, self.control_port, verifier_health, draft_health, router = free_ports(5)
+        vllm, self.control_port, verifier_health, draft_health, router, admin = free_ports(6)
         reached = _LOOPBACK if host in ("0.0.0.0", "::") else host
         self.url, self.vllm_url = f"http://{reached}:{port or router}", f"http://{_LOOPBACK}:{vllm}"
         self.verifier_url, self.draft_url = (
             f"http://{_LOOPBACK}:{verifier_health}",
             f"http://{_LOOPBACK}:{draft_health}",
         )
+        self.admin_url, self._admin_port = f"http://{_LOOPBACK}:{admin}", admin  # the router's metrics
         self.pair = f"{os.getpid()}-{vllm}"
         self._logs, self._progress = logs, progress
         self._env = {**defaults, **os.environ, **(env or {})}
@@ -171,6 +172,7 @@ class Stack:
         self.draft: Service | None = None
         self.router: Service | None = None
         self._more_routers: list[Service] = []
+        self.more_admin_urls: list[str] = []  # of `add_router`'s
         self._model, self._draft_model = model, draft_model
         self._draft_health, self._router_port, self._router_args = draft_health, port or router, list(router_args)
         verifier_args = ["--model", str(model), "--pair", self.pair, "--port", str(vllm), *verifier_args]
@@ -191,7 +193,7 @@ class Stack:
             assert service is not None
             self._progress(f"waiting for the {service.name}")
             service.wait_ready(timeout_s)
-        self._await_loop(self.url, timeout_s)
+        self._await_loop(self.admin_url, timeout_s)
         self._progress("ready")
 
     def start_draft(self, drafter: str, draft_model: Path | None = None) -> None:
@@ -211,17 +213,21 @@ class Stack:
         if self.router is not None:
             self.router.process.stop()
         own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--host", self._host, "--port", str(self._router_port)]
+        own += ["--admin-port", str(self._admin_port)]
+        if self._host not in (_LOOPBACK, "::1", "localhost") and "SPECDEC_ROUTER_API_KEYS_FILE" not in self._env:
+            own.append("--no-auth")  # `specdec up` is for one's own machine; keys are the variable's
         self.router = self._service("router", [*own, *self._router_args, *args], self.url)
 
     def add_router(self, *args: str) -> str:
         """Starts one more router for the pair and returns its URL once it can speculate."""
-        (port,) = free_ports(1)
+        port, admin = free_ports(2)
         url = f"http://{_LOOPBACK}:{port}"
-        own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--port", str(port)]
+        own = ["--pairs", f"{_LOOPBACK}:{self.control_port}", "--port", str(port), "--admin-port", str(admin)]
         router = self._service("router", [*own, *args], url)
         self._more_routers.append(router)
+        self.more_admin_urls.append(f"http://{_LOOPBACK}:{admin}")
         router.wait_ready(60)
-        self._await_loop(url, 60)
+        self._await_loop(self.more_admin_urls[-1], 60)
         return url
 
     def stop(self) -> None:

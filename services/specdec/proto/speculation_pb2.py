@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/proto/speculation.proto\x12\nspecdec.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xd6\x01\n\x0fPairDescription\x12\x0c\n\x04pair\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08http_url\x18\x03 \x01(\t\x12\x11\n\tmax_steps\x18\x04 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\r\x12\x14\n\x0c\x65ngine_ready\x18\x06 \x01(\x08\x12\x10\n\x08\x64raft_up\x18\x07 \x01(\x08\x12\x14\n\x0c\x64raft_detail\x18\x08 \x01(\t\x12\x17\n\x0fspecdec_version\x18\t \x01(\t\x12\x14\n\x0cvllm_version\x18\n \x01(\t\"q\n\x05Order\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\n\n\x02id\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\x0c\n\x04seen\x18\x07 \x01(\r\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\"R\n\nOrderFrame\x12!\n\x06orders\x18\x01 \x03(\x0b\x32\x11.specdec.v1.Order\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x0f\n\x07observe\x18\x03 \x01(\x08\"\xdb\x01\n\x07Verdict\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05order\x18\x02 \x01(\x04\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.specdec.v1.VerdictKind\x12\"\n\x06reason\x18\x04 \x01(\x0e\x32\x12.specdec.v1.Reason\x12\r\n\x05steps\x18\x05 \x01(\r\x12\x10\n\x08proposed\x18\x06 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x01(\r\x12\x11\n\tcommitted\x18\x08 \x01(\r\x12\x0f\n\x07\x63ontext\x18\t \x01(\r\x12\x0e\n\x06number\x18\n \x01(\r\"R\n\x06Opened\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\xd2\x01\n\x0cVerdictFrame\x12\r\n\x05\x63ycle\x18\x01 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\r\x12\"\n\x06opened\x18\x03 \x03(\x0b\x32\x12.specdec.v1.Opened\x12%\n\x08verdicts\x18\x04 \x03(\x0b\x32\x13.specdec.v1.Verdict\x12\x10\n\x08\x64raft_us\x18\x05 \x01(\r\x12\x13\n\x0bschedule_us\x18\x06 \x01(\r\x12\x11\n\tverify_us\x18\x07 \x01(\r\x12\x11\n\toutput_us\x18\x08 \x01(\r\x12\x0c\n\x04lost\x18\t \x01(\x04*v\n\x0bVerdictKind\x12\x1c\n\x18VERDICT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14VERDICT_KIND_PREFILL\x10\x01\x12\x16\n\x12VERDICT_KIND_CYCLE\x10\x02\x12\x17\n\x13VERDICT_KIND_CLOSED\x10\x03*\x9f\x01\n\x06Reason\x12\x0f\n\x0bREASON_NONE\x10\x00\x12\x15\n\x11REASON_DRAFT_DOWN\x10\x01\x12\x15\n\x11REASON_DRAFT_LATE\x10\x02\x12\x16\n\x12REASON_DRAFT_SHORT\x10\x03\x12\x11\n\rREASON_BUDGET\x10\x04\x12\x13\n\x0fREASON_STANDING\x10\x05\x12\x16\n\x12REASON_DRAFT_LIMIT\x10\x06\x32\x91\x01\n\x0bSpeculation\x12\x44\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1b.specdec.v1.PairDescription\x12<\n\x04Loop\x12\x16.specdec.v1.OrderFrame\x1a\x18.specdec.v1.VerdictFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fspecdec/proto/speculation.proto\x12\nspecdec.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xeb\x01\n\x0fPairDescription\x12\x0c\n\x04pair\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x08http_url\x18\x03 \x01(\t\x12\x11\n\tmax_steps\x18\x04 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\r\x12\x14\n\x0c\x65ngine_ready\x18\x06 \x01(\x08\x12\x10\n\x08\x64raft_up\x18\x07 \x01(\x08\x12\x14\n\x0c\x64raft_detail\x18\x08 \x01(\t\x12\x17\n\x0fspecdec_version\x18\t \x01(\t\x12\x14\n\x0cvllm_version\x18\n \x01(\t\x12\x13\n\x0bstep_age_ms\x18\x0b \x01(\r\"\x8b\x01\n\x05Order\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\n\n\x02id\x18\x03 \x01(\x04\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x0e\n\x06window\x18\x05 \x01(\r\x12\x0c\n\x04seen\x18\x07 \x01(\r\x12\x10\n\x08lease_ms\x18\x06 \x01(\r\x12\x10\n\x03\x63\x61p\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x06\n\x04_cap\"R\n\nOrderFrame\x12!\n\x06orders\x18\x01 \x03(\x0b\x32\x11.specdec.v1.Order\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x0f\n\x07observe\x18\x03 \x01(\x08\"\xdb\x01\n\x07Verdict\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05order\x18\x02 \x01(\x04\x12%\n\x04kind\x18\x03 \x01(\x0e\x32\x17.specdec.v1.VerdictKind\x12\"\n\x06reason\x18\x04 \x01(\x0e\x32\x12.specdec.v1.Reason\x12\r\n\x05steps\x18\x05 \x01(\r\x12\x10\n\x08proposed\x18\x06 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x01(\r\x12\x11\n\tcommitted\x18\x08 \x01(\r\x12\x0f\n\x07\x63ontext\x18\t \x01(\r\x12\x0e\n\x06number\x18\n \x01(\r\"R\n\x06Opened\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\xd2\x01\n\x0cVerdictFrame\x12\r\n\x05\x63ycle\x18\x01 \x01(\x04\x12\r\n\x05\x62\x61tch\x18\x02 \x01(\r\x12\"\n\x06opened\x18\x03 \x03(\x0b\x32\x12.specdec.v1.Opened\x12%\n\x08verdicts\x18\x04 \x03(\x0b\x32\x13.specdec.v1.Verdict\x12\x10\n\x08\x64raft_us\x18\x05 \x01(\r\x12\x13\n\x0bschedule_us\x18\x06 \x01(\r\x12\x11\n\tverify_us\x18\x07 \x01(\r\x12\x11\n\toutput_us\x18\x08 \x01(\r\x12\x0c\n\x04lost\x18\t \x01(\x04*v\n\x0bVerdictKind\x12\x1c\n\x18VERDICT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14VERDICT_KIND_PREFILL\x10\x01\x12\x16\n\x12VERDICT_KIND_CYCLE\x10\x02\x12\x17\n\x13VERDICT_KIND_CLOSED\x10\x03*\x9f\x01\n\x06Reason\x12\x0f\n\x0bREASON_NONE\x10\x00\x12\x15\n\x11REASON_DRAFT_DOWN\x10\x01\x12\x15\n\x11REASON_DRAFT_LATE\x10\x02\x12\x16\n\x12REASON_DRAFT_SHORT\x10\x03\x12\x11\n\rREASON_BUDGET\x10\x04\x12\x13\n\x0fREASON_STANDING\x10\x05\x12\x16\n\x12REASON_DRAFT_LIMIT\x10\x06\x32\x91\x01\n\x0bSpeculation\x12\x44\n\x08\x44\x65scribe\x12\x1b.specdec.v1.DescribeRequest\x1a\x1b.specdec.v1.PairDescription\x12<\n\x04Loop\x12\x16.specdec.v1.OrderFrame\x1a\x18.specdec.v1.VerdictFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specdec.proto.speculation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICTKIND']._serialized_start=1001
-  _globals['_VERDICTKIND']._serialized_end=1119
-  _globals['_REASON']._serialized_start=1122
-  _globals['_REASON']._serialized_end=1281
+  _globals['_VERDICTKIND']._serialized_start=1049
+  _globals['_VERDICTKIND']._serialized_end=1167
+  _globals['_REASON']._serialized_start=1170
+  _globals['_REASON']._serialized_end=1329
   _globals['_DESCRIBEREQUEST']._serialized_start=47
   _globals['_DESCRIBEREQUEST']._serialized_end=64
   _globals['_PAIRDESCRIPTION']._serialized_start=67
-  _globals['_PAIRDESCRIPTION']._serialized_end=281
-  _globals['_ORDER']._serialized_start=283
-  _globals['_ORDER']._serialized_end=396
-  _globals['_ORDERFRAME']._serialized_start=398
-  _globals['_ORDERFRAME']._serialized_end=480
-  _globals['_VERDICT']._serialized_start=483
-  _globals['_VERDICT']._serialized_end=702
-  _globals['_OPENED']._serialized_start=704
-  _globals['_OPENED']._serialized_end=786
-  _globals['_VERDICTFRAME']._serialized_start=789
-  _globals['_VERDICTFRAME']._serialized_end=999
-  _globals['_SPECULATION']._serialized_start=1284
-  _globals['_SPECULATION']._serialized_end=1429
+  _globals['_PAIRDESCRIPTION']._serialized_end=302
+  _globals['_ORDER']._serialized_start=305
+  _globals['_ORDER']._serialized_end=444
+  _globals['_ORDERFRAME']._serialized_start=446
+  _globals['_ORDERFRAME']._serialized_end=528
+  _globals['_VERDICT']._serialized_start=531
+  _globals['_VERDICT']._serialized_end=750
+  _globals['_OPENED']._serialized_start=752
+  _globals['_OPENED']._serialized_end=834
+  _globals['_VERDICTFRAME']._serialized_start=837
+  _globals['_VERDICTFRAME']._serialized_end=1047
+  _globals['_SPECULATION']._serialized_start=1332
+  _globals['_SPECULATION']._serialized_end=1477
 # @@protoc_insertion_point(module_scope)

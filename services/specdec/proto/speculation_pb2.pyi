@@ -40,7 +40,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PairDescription(_message.Message):
-    __slots__ = ("pair", "model", "http_url", "max_steps", "max_sessions", "engine_ready", "draft_up", "draft_detail", "specdec_version", "vllm_version")
+    __slots__ = ("pair", "model", "http_url", "max_steps", "max_sessions", "engine_ready", "draft_up", "draft_detail", "specdec_version", "vllm_version", "step_age_ms")
     PAIR_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     HTTP_URL_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class PairDescription(_message.Message):
     DRAFT_DETAIL_FIELD_NUMBER: _ClassVar[int]
     SPECDEC_VERSION_FIELD_NUMBER: _ClassVar[int]
     VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     pair: str
     model: str
     http_url: str
@@ -61,10 +62,11 @@ class PairDescription(_message.Message):
     draft_detail: str
     specdec_version: str
     vllm_version: str
-    def __init__(self, pair: _Optional[str] = ..., model: _Optional[str] = ..., http_url: _Optional[str] = ..., max_steps: _Optional[int] = ..., max_sessions: _Optional[int] = ..., engine_ready: _Optional[bool] = ..., draft_up: _Optional[bool] = ..., draft_detail: _Optional[str] = ..., specdec_version: _Optional[str] = ..., vllm_version: _Optional[str] = ...) -> None: ...
+    step_age_ms: int
+    def __init__(self, pair: _Optional[str] = ..., model: _Optional[str] = ..., http_url: _Optional[str] = ..., max_steps: _Optional[int] = ..., max_sessions: _Optional[int] = ..., engine_ready: _Optional[bool] = ..., draft_up: _Optional[bool] = ..., draft_detail: _Optional[str] = ..., specdec_version: _Optional[str] = ..., vllm_version: _Optional[str] = ..., step_age_ms: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("session", "slot", "id", "steps", "window", "seen", "lease_ms")
+    __slots__ = ("session", "slot", "id", "steps", "window", "seen", "lease_ms", "cap")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +74,7 @@ class Order(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    CAP_FIELD_NUMBER: _ClassVar[int]
     session: int
     slot: int
     id: int
@@ -79,7 +82,8 @@ class Order(_message.Message):
     window: int
     seen: int
     lease_ms: int
-    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., id: _Optional[int] = ..., steps: _Optional[int] = ..., window: _Optional[int] = ..., seen: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    cap: int
+    def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., id: _Optional[int] = ..., steps: _Optional[int] = ..., window: _Optional[int] = ..., seen: _Optional[int] = ..., lease_ms: _Optional[int] = ..., cap: _Optional[int] = ...) -> None: ...
 
 class OrderFrame(_message.Message):
     __slots__ = ("orders", "lease_ms", "observe")

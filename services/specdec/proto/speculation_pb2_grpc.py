@@ -59,7 +59,8 @@ class SpeculationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Loop(self, request_iterator, context):
-        """Orders in, verdicts out, as long as the router lives. When the stream ends, or the router sends nothing for
+        """Orders in, verdicts out, as long as the router lives. Of several routers one holds the pair's lease: it sets k, and
+        the others' orders count for windows and caps. When the stream ends, or the router sends nothing for
         `lease_ms`, its sessions fall back to the standing order: plain decoding, k = 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -12,9 +12,11 @@ from typing import Any
 
 import grpc
 
+from specdec.control_auth import ControlAuth
 from specdec.errors import PairUnavailable
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
+from specdec.router.observed import Observation
 from specdec.router.steps import Order
 from specdec.telemetry import RouterMetrics
 
@@ -28,6 +30,9 @@ _CHANNEL = (
     ("grpc.keepalive_timeout_ms", 3000),
     ("grpc.http2.max_pings_without_data", 0),
 )
+
+
+def _nothing() -> None: ...
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,32 @@ class Request:
 
     id: str
     max_steps: int | None = None  # a cap on k from the request itself
+    width: int = 1  # sessions it will become
     sessions: list[Session] = field(default_factory=list)
+    seen: Observation | None = None  # is told what becomes of it
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _reading: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._reading.set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client does not read what it has been sent."""
+        return not self._reading.is_set()
+
+    def pause(self) -> None:
+        """Its sessions are held from their next order on."""
+        self._reading.clear()
+
+    def resume(self) -> None:
+        """The client reads again."""
+        self._reading.set()
+
+    async def reading(self, timeout_s: float) -> None:
+        """Returns once the client reads, or after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._reading.wait(), timeout_s)
 
     def touch(self) -> None:
         """Wakes whoever waits for the counts."""
@@ -127,11 +156,21 @@ class Pair:
         lease_ms: int,
         metrics: RouterMetrics,
         drive: Callable[["Pair", Session], Awaitable[None]],
+        auth: ControlAuth | None = None,
+        name: str = "",
+        max_step_age_s: float = float("inf"),
     ) -> None:
+        """`name`: the host its certificate is for, where that is another than the address's."""
         self.address = address
+        self._auth, self._max_step_age_s = auth or ControlAuth(), max_step_age_s
+        self._name = name or address.rpartition(":")[0]
+        self.from_dns = self.leaving = False  # leaving: its name has it no more
+        self.changed: Callable[[], None] = _nothing  # called when the pair has told something new
         self._lease_ms, self._metrics, self._drive = lease_ms, metrics, drive
         self.description: pb.PairDescription | None = None
         self.connected = False
+        metrics.pair_up.labels(address).set(0)
+        metrics.pair_ready.labels(address).set_function(lambda: float(self.ready))
         self._requests: dict[str, Request] = {}
         self._sessions: dict[int, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -149,13 +188,14 @@ class Pair:
 
     @property
     def ready(self) -> bool:
-        """Whether the pair's vLLM answered when last asked; it needs no loop to answer, only to speculate."""
-        return self.description is not None and self.description.engine_ready
+        """Whether the pair's vLLM answered when last asked, and its engine steps; it needs no loop to answer."""
+        told = self.description
+        return told is not None and told.engine_ready and told.step_age_ms <= self._max_step_age_s * 1000
 
     @property
     def load(self) -> int:
-        """Requests being answered."""
-        return len(self._requests)
+        """Sessions being answered, n for a request with n choices."""
+        return sum(request.width for request in self._requests.values())
 
     def register(self, request: Request) -> None:
         """Before the request is sent on: its sessions will be driven."""
@@ -165,10 +205,18 @@ class Pair:
         """After the request has been answered. Sessions still open are driven to their end."""
         self._requests.pop(request.id, None)
 
+    def forget(self) -> None:
+        """The pair is gone for good: no metric names it any more."""
+        self._metrics.forget(self.address)
+
     # ---- what the loop asks
 
     async def cycle(self, session: Session, order: Order) -> Verdict:
-        """See loop.Cycles."""
+        """See loop.Cycles. While the client does not read, the session is held."""
+        while session.request.paused and session.seen > 1 and not session.finished:
+            # a window of one cycle, which the newest verdict has used up already
+            self._order(session, order.steps, 1, seen=session.seen - 1)
+            await session.request.reading(self._lease_ms / 2000)
         steps = order.steps if session.request.max_steps is None else min(order.steps, session.request.max_steps)
         self._order(session, steps, order.window)
         while (verdict := await session.next_verdict()) is None:
@@ -177,19 +225,20 @@ class Pair:
         session.seen = verdict.number
         return verdict
 
-    def _order(self, session: Session, steps: int, window: int) -> None:
+    def _order(self, session: Session, steps: int, window: int, seen: int | None = None) -> None:
         session.orders += 1
-        self._outbox.append(
-            pb.Order(
-                session=session.id,
-                slot=session.slot,
-                id=session.orders,
-                steps=steps,
-                window=window,
-                seen=session.seen,
-                lease_ms=self._lease_ms,
-            )
+        order = pb.Order(
+            session=session.id,
+            slot=session.slot,
+            id=session.orders,
+            steps=steps,
+            window=window,
+            seen=session.seen if seen is None else seen,
+            lease_ms=self._lease_ms,
         )
+        if session.request.max_steps is not None:
+            order.cap = session.request.max_steps
+        self._outbox.append(order)
         session.sent_at[session.orders] = time.monotonic()
         self._metrics.orders.inc()
         self._posted.set()
@@ -202,9 +251,9 @@ class Pair:
         while not (task and task.cancelling()):  # NOTE: gRPC swallows a cancellation that meets the stream's end
             reached = False
             try:
-                async with grpc.aio.insecure_channel(self.address, options=_CHANNEL) as channel:
+                async with self._auth.channel(self.address, self._name, _CHANNEL) as channel:
                     stub = pb_grpc.SpeculationStub(channel)
-                    self.description = await stub.Describe(pb.DescribeRequest(), timeout=2)
+                    await self._describe(stub)
                     reached = True
                     poll = asyncio.create_task(self._poll(stub))
                     try:
@@ -235,15 +284,19 @@ class Pair:
         while True:
             await asyncio.sleep(0.25 if not self.ready else 1.0)
             try:
-                self.description = await stub.Describe(pb.DescribeRequest(), timeout=2)
+                await self._describe(stub)
                 misses = 0
             except grpc.aio.AioRpcError:
                 misses += 1
                 if misses >= _MISSES and self.description is not None:
                     self.description.engine_ready = False
 
+    async def _describe(self, stub: Any) -> None:
+        self.description = await stub.Describe(pb.DescribeRequest(), timeout=2, metadata=self._auth.metadata())
+        self.changed()
+
     async def _stream(self, stub: Any) -> None:
-        call = stub.Loop()
+        call = stub.Loop(metadata=self._auth.metadata())
         writer = asyncio.create_task(self._write(call))
         writer.add_done_callback(lambda _: call.cancel())
         try:
@@ -302,6 +355,8 @@ class Pair:
         if self.description is not None and self.description.max_steps:
             session.pair_max_steps = self.description.max_steps
         request.sessions.append(session)
+        if request.seen:
+            request.seen.opened(again=orders > 0)
         self._sessions[session.id] = session
         self._metrics.sessions.set(len(self._sessions))
         task = asyncio.ensure_future(self._drive(self, session))
@@ -313,13 +368,15 @@ class Pair:
         session.proposed += verdict.proposed
         session.accepted += verdict.accepted
         session.committed += verdict.committed
+        session.cycles += verdict.kind == pb.VERDICT_KIND_CYCLE
         session.request.touch()
+        if session.request.seen:
+            session.request.seen.committed(verdict, frame, session.cycles)
         if verdict.kind == pb.VERDICT_KIND_CLOSED:
             self._close(session)
             return
         if verdict.kind != pb.VERDICT_KIND_CYCLE:
             return
-        session.cycles += 1
         if not verdict.order:
             return  # the standing order's: nobody waits for it
         self._metrics.verdicts.inc()
@@ -351,5 +408,7 @@ class Pair:
         self._sessions.pop(session.id, None)
         self._metrics.sessions.set(len(self._sessions))
         session.finished = True
+        if session.request.seen:
+            session.request.seen.closed()
         session.push(Verdict(session, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
         session.request.touch()

@@ -1,102 +1,309 @@
 """Forwards a request to a pair's vLLM and its answer back, chunk by chunk.
 
-Two things are changed on the way, both only for chat and text completions: `"speculative"` is taken out of the request,
-and `usage` gets the counts of the draft's tokens.
+What is changed on the way: `"speculative"` is taken out of a request, `usage` gets the counts of the draft's tokens,
+chunks before it get `"usage": null`, and every error gets one form.
 """
 
 import asyncio
-import contextlib
 import json
 import re
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import httpx
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
+from specdec.router import routes
+from specdec.router.admission import Admission
+from specdec.router.errors import ApiError, of_engine
+from specdec.router.fleet import Fleet
+from specdec.router.limits import GENERATING, Asked, Limits, read, read_body
+from specdec.router.observed import Observation
 from specdec.router.pairs import Pair, Request
+from specdec.router.relay import Relayed, Watch, joined_events
+from specdec.router.upstream import Answer, BrokenOff, EngineError, Silent, Unreached, Upstream
 from specdec.telemetry import RouterMetrics
 
-GENERATING = ("/v1/chat/completions", "/v1/completions")
+T = TypeVar("T")
+_LOOK_S = 0.5  # how often a pair is looked at that has not answered yet
+_FIRST_S = 2.0  # how long a stream's headers wait for its first event, which may be an error
 _SETTLE_S = 0.05  # how long an answer waits for its last verdict
+_ERROR_BYTES = 1 << 16  # of vLLM's error that are read
 # Hop by hop (RFC 9110, 7.6.1), or set anew by whoever sends.
 _DROPPED = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te")
     + (b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"x-request-id", b"accept-encoding")
     + (b"date", b"server")
 )
+_SECRET = frozenset((b"authorization", b"x-api-key"))  # the router's own keys
 _UNBUFFERED = {b"x-accel-buffering": b"no", b"cache-control": b"no-cache"}  # asks proxies in front to stream, too
-_EVENT_END = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _ID_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
+_UNSAFE = re.compile(rb"[\x00-\x20\x7f]")  # what would end the request line
+_ERROR = b'data: {"error"'
+_DEAD = re.compile(r"EngineCore|EngineDead")
+_BROKEN = "the engine broke off its answer"
 
 
 @dataclass(frozen=True)
-class ApiError(Exception):
-    """An error in OpenAI's form. `param` names the field at fault."""
+class _Begun:
+    """What a pair has begun to answer. `whole` is its body, where that is a document to be counted."""
 
-    status: int
-    message: str
-    type: str = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-
-    def response(self) -> Response:
-        """The HTTP answer."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        headers = {"retry-after": "2"} if self.status in (429, 503) else {}
-        return Response(json.dumps({"error": error}), self.status, headers, "application/json")
+    http: Answer
+    request: Request
+    whole: bytes | None
 
 
-def parse_speculative(value: Any) -> int | None:
-    """A request's own cap on k: None for "auto" and null, 0 for "off", n for {"steps": n}. Raises ApiError (400)."""
-    if value is None or value == "auto":
-        return None
-    if value == "off":
-        return 0
-    if isinstance(value, dict) and set(value) == {"steps"}:
-        steps = value["steps"]
-        if isinstance(steps, int) and not isinstance(steps, bool) and 0 <= steps <= 64:
-            return steps
-    raise ApiError(400, 'speculative must be "auto", "off" or {"steps": n} with n from 0 to 64', param="speculative")
+class _TryAnother(Exception):
+    """The pair failed before the first byte."""
+
+    def __init__(self, failure: ApiError, *, sent: bool) -> None:
+        super().__init__(failure.message)
+        self.failure, self.sent = failure, sent
 
 
-async def read_body(http: HttpRequest, limit: int) -> bytes:
-    """The request's body. Raises ApiError (413) as soon as it is larger than `limit` bytes, and ClientGone."""
-    too_large = ApiError(413, f"the request body is larger than {limit} bytes", code="request_too_large")
-    length = http.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise too_large
-    parts, size = [], 0
+class Proxy:
+    """Forwards to pairs."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        fleet: Fleet,
+        admission: Admission,
+        limits: Limits,
+        metrics: RouterMetrics,
+        *,
+        own_keys: bool,
+    ) -> None:
+        self._upstream, self._fleet, self._admission, self._limits = upstream, fleet, admission, limits
+        self._metrics, self._secret = metrics, _SECRET if own_keys else frozenset[bytes]()
+        self.running = 0  # requests being answered
+        self.watches: set[Watch] = set()
+        self.relays: set[Relayed] = set()
+
+    async def forward(self, http: HttpRequest) -> Response:
+        """A pair's answer to `http`. Raises ApiError and ClientGone."""
+        async with AsyncExitStack() as held:  # until the answer's last byte, however it comes to that
+            self._count(1)
+            held.callback(self._count, -1)
+            path = http.scope["path"]
+            body = await read_body(http, self._limits)
+            asked = read(path, body, self._limits) if http.method == "POST" else Asked(body)
+            watch = Watch(http)
+            self.watches.add(watch)
+            held.callback(self.watches.discard, watch)
+            held.callback(watch.close)
+            if routes.queued(http.method, path):
+                place = self._admission.admitted(asked.sessions, asked.tokens)
+                await watch.race(held.enter_async_context(place))
+            answer = await self._ask(http, asked, watch, held)
+            headers = [*self._kept(answer.http.headers)]
+            headers.append((b"x-request-id", answer_request_id(http, answer.request.id).encode()))
+            if answer.whole is not None:
+                response = Response(await _counted_document(answer.whole, answer.request), answer.http.status)
+                response.raw_headers += headers
+                return response
+            stream = _is(answer.http, "text/event-stream")
+            if stream:
+                headers = [(name, value) for name, value in headers if name not in _UNBUFFERED] + [*_UNBUFFERED.items()]
+            parts = answer.http.parts()
+            if stream and path in GENERATING:
+                parts = _events(parts, answer.request, asked.usage_at_end)
+            relay = Relayed(
+                _told(parts, stream),
+                answer.http.status,
+                headers,
+                stream=stream,
+                request=answer.request,
+                watch=watch,
+                held=held.pop_all(),
+            )
+            relay.track(self.relays, self._metrics)
+            return relay
+
+    def _count(self, more: int) -> None:
+        self.running += more
+
+    async def get(self, target: bytes) -> bytes:
+        """What a pair's vLLM answers the router itself. Raises ApiError."""
+        try:
+            answer = await self._upstream.ask(self._fleet.choose().http_url, "GET", target, [], b"")
+            try:
+                return await answer.whole()
+            finally:
+                answer.close()
+        except EngineError as error:
+            raise _unreachable(error) from error
+
+    # ---- a pair's answer
+
+    async def _ask(self, http: HttpRequest, asked: Asked, watch: Watch, held: AsyncExitStack) -> _Begun:
+        """The first pair's answer that is one. Another pair is tried while nothing has been sent to the client: as
+        often as there are pairs where a pair could not be reached, and once where it failed later."""
+        tried: list[Pair] = []
+        failure: ApiError | None = None
+        sent = False
+        while True:
+            try:
+                pair = self._fleet.choose(asked.prefix, tried)
+            except ApiError as none:
+                raise failure or none from None
+            if tried:
+                self._metrics.retries.inc()
+            try:
+                async with AsyncExitStack() as attempt:
+                    answer = await self._attempt(http, pair, asked, watch, attempt)
+                    held.push_async_exit(attempt.pop_all())
+                    return answer
+            except _TryAnother as error:
+                if error.sent and sent:
+                    raise error.failure from error
+                tried.append(pair)
+                failure, sent = error.failure, sent or error.sent
+
+    async def _attempt(self, http: HttpRequest, pair: Pair, asked: Asked, watch: Watch, held: AsyncExitStack) -> _Begun:
+        path = http.scope["path"]
+        seen = Observation.of(http.scope)
+        request = Request(seen.attempt(), asked.max_steps, asked.sessions, seen=seen)
+        pair.register(request)
+        held.callback(pair.release, request)
+        started = time.monotonic()
+        try:
+            answer = await watch.race(self._while_ready(pair, self._send(http, pair, request, asked.body, held)))
+            self._metrics.first_byte.observe(time.monotonic() - started)
+            if answer.status >= 300:
+                raise await self._refused(answer, asked, watch)
+            if path in GENERATING and _is(answer, "text/event-stream"):
+                first = await watch.race(self._while_ready(pair, answer.first(_FIRST_S)))
+                if first.startswith(_ERROR):  # vLLM finds some faults of a request only then
+                    raise _failure(_status_of(first), first.removeprefix(b"data:"), asked)
+            document = path in GENERATING and _is(answer, "application/json")
+            whole = await watch.race(self._while_ready(pair, answer.whole())) if document else None
+        except Silent as error:
+            raise _unreachable(error) from error
+        except EngineError as error:
+            raise _TryAnother(_unreachable(error), sent=not isinstance(error, Unreached)) from error
+        return _Begun(answer, request, whole)
+
+    async def _while_ready(self, pair: Pair, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Raises BrokenOff where its pair stops being ready and another one is: it may hang."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait((task,), timeout=_LOOK_S)
+                others = [other for other in self._fleet.pairs if other is not pair and other.ready]
+                if not task.done() and not pair.ready and others:
+                    raise BrokenOff(f"pair {pair.address} is not ready any more")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes, held: AsyncExitStack) -> Answer:
+        headers = [*self._kept(http.headers.raw), (b"x-request-id", request.id.encode())]
+        headers.append((b"accept-encoding", b"identity"))
+        if trace := Observation.of(http.scope).trace_headers():
+            headers = [(name, value) for name, value in headers if name not in (b"traceparent", b"tracestate")]
+            headers += [(name.encode(), value.encode()) for name, value in trace.items()]
+        query = http.scope["query_string"]
+        target = http.scope["raw_path"] + (b"?" + query if query else b"")
+        if _UNSAFE.search(target):
+            raise ApiError("invalid_request", "the request's path or query is not a valid one")
+        answer = await self._upstream.ask(pair.http_url, http.method, target, headers, body)
+        held.callback(answer.close)  # ends vLLM's work if that is not done, even if nobody waits for this result now
+        return answer
+
+    async def _refused(self, answer: Answer, asked: Asked, watch: Watch) -> ApiError | _TryAnother:
+        """What an answer that is none says."""
+        body = b""
+        parts = answer.parts()
+        while len(body) < _ERROR_BYTES and (part := await watch.race(_next(parts))) is not None:
+            body += part
+        error = _failure(
+            answer.status if answer.status >= 400 else 404, body, asked
+        )  # a redirect would leave the router
+        if isinstance(error, ApiError) and (after := answer.header(b"retry-after")).isdigit():
+            error.retry_after_s = int(after)
+        return error
+
+    def _kept(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """What is meant for the far end, byte by byte; names in lower case."""
+        lower = [(name.lower(), value) for name, value in headers]
+        named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
+        dropped = _DROPPED | self._secret | named
+        return [(name, value) for name, value in lower if name not in dropped]
+
+
+def _failure(status: int, body: bytes, asked: Asked) -> ApiError | _TryAnother:
+    """vLLM's error before anything was sent on; one that says its engine is gone is worth another pair."""
+    error = of_engine(status, body, asked.body)
+    if status in (502, 503) or (status == 500 and _DEAD.search(error.message)):
+        return _TryAnother(ApiError("engine_unavailable", error.message), sent=True)
+    return error
+
+
+async def _events(parts: AsyncIterator[bytes], request: Request, usage_at_end: bool) -> AsyncIterator[bytes]:
+    """An answer's events: the draft's counts in those that carry usage, `"usage": null` in the others where the client
+    asked for it at the end, and an error for an end that is none. Every other byte as it came."""
+    done = False
+    async for event in joined_events(parts):
+        if done:  # read on to the body's end, so that the connection can be used again
+            continue
+        if b'"usage"' in event and b'"usage":{' in event.replace(b" ", b""):
+            yield await _counted(event, request)
+        elif event.startswith(_ERROR):
+            yield of_engine(_status_of(event), event.removeprefix(b"data:")).event()
+            return  # vLLM would go on with [DONE], as if the answer were whole
+        elif usage_at_end and event.startswith(b"data: {") and b'"usage":' not in event:
+            text = event.rstrip()
+            yield text[:-1] + b',"usage":null}' + event[len(text) :] if text.endswith(b"}") else event
+        else:
+            done = event.startswith(b"data: [DONE]")
+            yield event
+    if not done:
+        yield ApiError("engine_unavailable", _BROKEN).event()
+
+
+async def _told(parts: AsyncIterator[bytes], stream: bool) -> AsyncIterator[bytes]:
+    """A stream whose failure is said in it: the status has been sent, and it must not end as if it were whole.
+    Anything else is broken off, as it was here: raises ApiError."""
     try:
-        async for part in http.stream():
-            size += len(part)
-            if size > limit:
-                raise too_large
-            parts.append(part)
-    except ClientDisconnect as error:
-        raise ClientGone from error
-    return b"".join(parts)
+        async for part in parts:
+            yield part
+    except EngineError as error:
+        if not stream:
+            raise _unreachable(error) from error
+        yield _unreachable(error).event()
 
 
-def prepare(path: str, body: bytes) -> tuple[bytes, int | None]:
-    """The body for vLLM and the request's cap on k. Leaves what is no JSON object to vLLM's own message."""
-    if path not in GENERATING or b'"speculative"' not in body:
-        return body, None
+def _status_of(event: bytes) -> int:
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        return body, None
-    if not isinstance(fields, dict) or "speculative" not in fields:
-        return body, None
-    cap = parse_speculative(fields.pop("speculative"))
-    return json.dumps(fields).encode(), cap
+        status = json.loads(event.removeprefix(b"data:"))["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return 500
+    return status if isinstance(status, int) and 400 <= status < 600 else 500
+
+
+async def _counted(event: bytes, request: Request) -> bytes:
+    try:
+        answer = json.loads(event.removeprefix(b"data:"))
+        last = not answer["choices"]
+        accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S if last else 0)
+        return b"data: " + _with_counts(answer, accepted, rejected) + b"\n\n"
+    except (ValueError, KeyError, TypeError):
+        return event
+
+
+async def _counted_document(body: bytes, request: Request) -> bytes:
+    try:
+        answer = json.loads(body)
+        accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S)
+        return _with_counts(answer, accepted, rejected)
+    except (ValueError, KeyError, TypeError):
+        return body  # an answer without usage, or none of OpenAI's
 
 
 def _with_counts(answer: dict[str, Any], accepted: int, rejected: int) -> bytes:
@@ -111,178 +318,21 @@ def _with_counts(answer: dict[str, Any], accepted: int, rejected: int) -> bytes:
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-class Proxy:
-    """Forwards to pairs with one client."""
-
-    def __init__(self, client: httpx.AsyncClient, metrics: RouterMetrics, max_body: int) -> None:
-        self._client, self._metrics, self._max_body = client, metrics, max_body
-
-    async def forward(self, http: HttpRequest, pair: Pair) -> Response:
-        """The pair's answer to `http`. Raises ApiError for what the router itself refuses."""
-        async with AsyncExitStack() as held:  # until the answer's last byte, however it comes to that
-            self._metrics.in_flight.inc()
-            held.callback(self._metrics.in_flight.dec)
-            path = http.scope["path"]
-            body, cap = prepare(path, await read_body(http, self._max_body))
-            request = Request(f"specdec-{uuid.uuid4().hex}", cap)
-            answer_id = answer_request_id(http, request.id)
-            gone = asyncio.create_task(_disconnected(http))
-            held.callback(gone.cancel)
-            pair.register(request)
-            held.callback(pair.release, request)
-            started = time.monotonic()
-            try:
-                answer = await _unless(gone, self._send(http, pair, request, body))
-            except httpx.HTTPError as error:
-                raise _unreachable(error) from error
-            held.push_async_callback(answer.aclose)  # ends vLLM's work if that is not done
-            self._metrics.first_byte.observe(time.monotonic() - started)
-            headers = [*_kept(answer.headers.raw), (b"x-request-id", answer_id.encode())]
-            if _is(answer, "text/event-stream"):
-                headers = [(name, value) for name, value in headers if name not in _UNBUFFERED] + [*_UNBUFFERED.items()]
-            parts = self._relay(answer, request, gone, path in GENERATING)
-            if path in GENERATING and _is(answer, "application/json"):
-                # one JSON document: whole before it can be given its counts
-                response = Response(b"".join([part async for part in parts]), answer.status_code)
-            else:
-                response = _Relayed(parts, answer.status_code, held.pop_all())
-            response.raw_headers += headers
-            return response
-
-    async def _send(self, http: HttpRequest, pair: Pair, request: Request, body: bytes) -> httpx.Response:
-        headers = [*_kept(http.headers.raw), (b"x-request-id", request.id.encode()), (b"accept-encoding", b"identity")]
-        base, query = httpx.URL(pair.http_url), http.scope["query_string"]
-        target = base.raw_path.rstrip(b"/") + http.scope["raw_path"] + (b"?" + query if query else b"")
-        try:
-            url = base.copy_with(raw_path=target)
-        except (httpx.InvalidURL, ValueError) as error:
-            raise ApiError(400, f"the request's path or query is not a valid one: {error}") from error
-        return await self._client.send(
-            self._client.build_request(http.method, url, headers=headers, content=body), stream=True
-        )
-
-    async def _relay(
-        self, answer: httpx.Response, request: Request, gone: "asyncio.Task[None]", counted: bool
-    ) -> AsyncIterator[bytes]:
-        """The answer's bytes, as long as the client is there."""
-        parts, is_stream = answer.aiter_raw(), _is(answer, "text/event-stream")
-        if counted and is_stream:
-            parts = self._count_events(parts, request)
-        elif counted and answer.status_code == 200:
-            parts = self._count_document(parts, request)
-        try:
-            while (part := await _unless(gone, _next(parts))) is not None:
-                yield part
-        except httpx.HTTPError as error:
-            if not is_stream:
-                raise _unreachable(error) from error
-            # the status has been sent: say it in the stream, and do not end it as if it were whole
-            yield b"data: " + bytes(_unreachable(error).response().body) + b"\n\n"
-
-    async def _count_events(self, parts: AsyncIterator[bytes], request: Request) -> AsyncIterator[bytes]:
-        """Server-sent events with the counts in those that carry usage; every other byte as it came."""
-        held = b""
-        async for part in parts:
-            held += part
-            while end := _EVENT_END.search(held):
-                event, held = held[: end.end()], held[end.end() :]
-                yield await self._counted(event, request) if b'"usage":{' in event.replace(b" ", b"") else event
-        if held:
-            yield held
-
-    async def _counted(self, event: bytes, request: Request) -> bytes:
-        try:
-            answer = json.loads(event.removeprefix(b"data:"))
-            last = not answer["choices"]
-            accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S if last else 0)
-            return b"data: " + _with_counts(answer, accepted, rejected) + b"\n\n"
-        except (ValueError, KeyError, TypeError):
-            return event
-
-    async def _count_document(self, parts: AsyncIterator[bytes], request: Request) -> AsyncIterator[bytes]:
-        body = b"".join([part async for part in parts])
-        try:
-            answer = json.loads(body)
-            accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S)
-            body = _with_counts(answer, accepted, rejected)
-        except (ValueError, KeyError, TypeError):
-            pass  # an answer without usage, or none of OpenAI's
-        yield body
+def _is(answer: Answer, media_type: str) -> bool:
+    return answer.header(b"content-type").startswith(media_type)
 
 
-class ClientGone(Exception):
-    """The client closed its connection; there is nobody to answer."""
-
-
-class _Relayed(StreamingResponse):
-    """A streamed answer that lets go of what it holds, even if the client goes before it has begun."""
-
-    def __init__(self, parts: AsyncIterator[bytes], status: int, held: AsyncExitStack) -> None:
-        super().__init__(parts, status)
-        self._held = held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
-            with contextlib.suppress(ClientGone):
-                await self.stream_response(send)
-
-
-def _is(answer: httpx.Response, media_type: str) -> bool:
-    return str(answer.headers.get("content-type", "")).startswith(media_type)
-
-
-def _kept(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """What is meant for the far end, byte by byte; names in lower case."""
-    lower = [(name.lower(), value) for name, value in headers]
-    named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
-    return [(name, value) for name, value in lower if name not in _DROPPED | named]
-
-
-def _unreachable(error: httpx.HTTPError) -> ApiError:
-    if isinstance(error, httpx.TimeoutException):
-        return ApiError(504, "the engine did not answer in time", "server_error", code="engine_timeout")
-    return ApiError(
-        503, "the engine cannot be reached or broke off its answer", "server_error", code="engine_unavailable"
-    )
+def _unreachable(error: EngineError) -> ApiError:
+    if isinstance(error, Silent):
+        return ApiError("engine_timeout", "the engine did not answer in time")
+    return ApiError("engine_unavailable", _BROKEN if isinstance(error, BrokenOff) else "the engine cannot be reached")
 
 
 async def _next(parts: AsyncIterator[bytes]) -> bytes | None:
     return await anext(parts, None)
 
 
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _unless(gone: "asyncio.Task[None]", work: Any) -> Any:
-    """The result of `work`, which is cancelled, with ClientGone raised, if the client goes first."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
 def answer_request_id(http: HttpRequest, own: str) -> str:
     """The X-Request-Id an answer carries: the client's, or `own` where it sent none that can be printed."""
     given = http.headers.get("x-request-id", "")
     return given if _ID_TEXT.fullmatch(given) else own
-
-
-def choose(pairs: list[Pair]) -> Pair:
-    """The ready pair with the fewest requests. Raises ApiError (503) if none is ready."""
-    ready = [pair for pair in pairs if pair.ready]
-    if not ready:
-        raise ApiError(
-            503,
-            "no pair is ready: its vLLM is starting, or its verifier is not reachable",
-            "server_error",
-            code="no_pair",
-        )
-    return min(ready, key=lambda pair: (not pair.connected, pair.load))

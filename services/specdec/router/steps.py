@@ -104,10 +104,8 @@ class _PairSteps:
         self._on = False
         self._tokens = self._seconds = 0.0  # lately, decayed
         self._probes = self._switches = 0
-        self._gauges = [
-            gauge.labels(pair)
-            for gauge in (metrics.steps, metrics.expected_rate, metrics.realised_rate, metrics.utility)
-        ]
+        rates = (metrics.expected_rate, metrics.realised_rate, metrics.plain_rate)
+        self._gauges = [gauge.labels(pair) for gauge in (metrics.steps, *rates, metrics.utility)]
         self._counters = [counter.labels(pair) for counter in (metrics.probes, metrics.switches)]
 
     def observe(self, verdict: "Verdict") -> None:
@@ -155,10 +153,10 @@ class _PairSteps:
         if forecast is None:
             return
         realised = self._tokens / self._seconds if self._seconds else 0.0
-        for gauge, rate in zip(
-            self._gauges, (forecast.steps, forecast.rate, realised, realised / forecast.plain_rate), strict=True
-        ):
-            gauge.set(rate)
+        plain = forecast.plain_rate
+        values = (forecast.steps, forecast.rate, realised, plain, realised / plain)
+        for gauge, now in zip(self._gauges, values, strict=True):
+            gauge.set(now)
         if (forecast.steps > 0) != self._on:
             self._on = forecast.steps > 0
             log.info("pair %s: speculation %s: %s", self._pair, "on" if self._on else "off", forecast)

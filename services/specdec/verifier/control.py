@@ -9,11 +9,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from specdec.channel.layout import CLOSED, CYCLE, OPENED_ROW, REASONS, VERDICT_HEAD, VERDICT_ROW
+from specdec.channel.layout import CLOSED, OPENED_ROW, VERDICT_HEAD, VERDICT_ROW
 from specdec.channel.segment import Segment, now_ns
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.telemetry import PairMetrics
+from specdec.verifier.verdict_counts import VerdictCounts
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -28,17 +29,21 @@ class _Router:
         self.frames: asyncio.Queue[pb.VerdictFrame | None] = asyncio.Queue(_QUEUE_FRAMES)
         self.until_ns = 0
         self.observes = False
+        self.steps = 0  # k, as it ordered last
 
 
 class Control(pb_grpc.SpeculationServicer):
     """Serves `Loop` and `Describe`. The only writer of the order table, the only reader of the verdict ring."""
 
     def __init__(self, segment: Segment, describe: Callable[[], pb.PairDescription], metrics: PairMetrics) -> None:
-        self._segment, self._describe, self._metrics = segment, describe, metrics
+        self._segment, self._describe = segment, describe
+        self._counts = VerdictCounts(metrics, segment.layout.max_steps)
         self._orders, self._bell = segment.orders, segment.bell("control.order_bell")
         self._until = segment.word("control.router_until_ns")
         self._verdicts = segment.reader("verdicts")
-        self._routers: set[_Router] = set()
+        self._routers: dict[_Router, None] = {}  # in the order in which they joined
+        self._leader: _Router | None = None  # holds the lease: its k is everybody's
+        self._deciders: dict[int, _Router] = {}  # who ordered k for the session last, where no cap of its own did
         self._open: dict[int, pb.Opened] = {}
         self._owners: dict[int, _Router] = {}  # who ordered for the session last
         self._running = True
@@ -80,7 +85,7 @@ class Control(pb_grpc.SpeculationServicer):
         router = _Router()
         if self._open:  # sessions older than this router: it may know them from before its stream broke
             router.frames.put_nowait(pb.VerdictFrame(opened=list(self._open.values())))
-        self._routers.add(router)
+        self._routers[router] = None
         reader = asyncio.create_task(self._read_orders(router, request_iterator))
         peer = context.peer()  # NOTE: gRPC has freed what peer() reads if the stream ends at the yield below
         log.info("router %s joined", peer)
@@ -89,29 +94,50 @@ class Control(pb_grpc.SpeculationServicer):
                 yield frame
         finally:
             reader.cancel()
-            self._routers.discard(router)
-            self._owners = {session: owner for session, owner in self._owners.items() if owner is not router}
+            self._routers.pop(router, None)
+            for known in (self._owners, self._deciders):
+                for session in [session for session, owner in known.items() if owner is router]:
+                    del known[session]
             self._renew()
             log.info("router %s left", peer)
 
     async def _read_orders(self, router: _Router, frames: AsyncIterator[pb.OrderFrame]) -> None:
         try:
             async for frame in frames:
+                router.observes |= frame.observe
+                router.until_ns = now_ns() + min(frame.lease_ms, _MAX_LEASE_MS) * 1_000_000
+                self._renew()
+                leader = self._lead(router, frame) if frame.orders else None
                 for order in frame.orders:
                     opened = self._open.get(order.session)
                     if opened is not None and order.slot == opened.slot and order.id and order.window:
                         self._owners[order.session] = router
+                        self._counts.ordered(order.session, order.id)
+                        steps = order.steps
+                        if leader not in (None, router):  # k is one for the pair, up to the session's own cap
+                            steps = min(leader.steps, order.cap) if order.HasField("cap") else leader.steps
                         self._orders.write(
-                            *(order.slot, order.session, order.id, min(order.steps, 0xFFFF)),
+                            *(order.slot, order.session, order.id, min(steps, 0xFFFF)),
                             *(min(order.window, _MAX_WINDOW), min(order.lease_ms, _MAX_LEASE_MS), order.seen),
                         )
-                router.observes |= frame.observe
-                router.until_ns = now_ns() + min(frame.lease_ms, _MAX_LEASE_MS) * 1_000_000
-                self._renew()
                 if frame.orders:
                     self._bell.ring()
         finally:
             _hang_up(router)  # the router has hung up: its stream of verdicts ends too
+
+    def _lead(self, router: _Router, frame: pb.OrderFrame) -> _Router | None:
+        """Who holds the lease, with `router`'s k as of this frame. It passes on when its holder has gone, is silent, or
+        has no session to learn from, to the router that joined first of those that have one; None: nobody has."""
+        for order in frame.orders:
+            if order.session not in self._open or (order.HasField("cap") and order.steps >= order.cap):
+                self._deciders.pop(order.session, None)  # its steps may be its own cap
+            else:
+                self._deciders[order.session] = router
+                router.steps = order.steps
+        now, able = now_ns(), set(self._deciders.values())
+        if self._leader not in able or self._leader.until_ns < now:
+            self._leader = next((one for one in self._routers if one in able and one.until_ns >= now), None)
+        return self._leader
 
     def _renew(self) -> None:
         self._until.value = max((router.until_ns for router in self._routers), default=0)
@@ -142,7 +168,8 @@ class Control(pb_grpc.SpeculationServicer):
             if verdict.kind == CLOSED:
                 self._open.pop(verdict.session, None)
                 self._owners.pop(verdict.session, None)
-        self._count(frame)
+                self._deciders.pop(verdict.session, None)
+        self._counts.observe(frame)
 
     def _share(self, frame: pb.VerdictFrame, router: _Router) -> pb.VerdictFrame | None:
         """The frame without the sessions other routers drive; None if nothing is left."""
@@ -156,26 +183,6 @@ class Control(pb_grpc.SpeculationServicer):
         del share.verdicts[:]
         share.verdicts.extend(mine)
         return share
-
-    def _count(self, frame: pb.VerdictFrame) -> None:
-        m = self._metrics
-        m.sessions.set(len(self._open))
-        m.lost.inc(frame.lost)
-        decoded = False
-        for verdict in frame.verdicts:
-            m.tokens.inc(verdict.committed)
-            if verdict.kind != CYCLE:
-                continue
-            decoded = True
-            m.proposed.inc(verdict.proposed)
-            m.accepted.inc(verdict.accepted)
-            m.accept_length.observe(verdict.committed)
-            if verdict.proposed < verdict.steps:
-                m.unproposed.labels(REASONS[verdict.reason]).inc()
-        if decoded:
-            m.cycles.inc()
-            for stage in ("draft", "schedule", "verify", "output"):
-                m.stage.labels(stage).observe(getattr(frame, f"{stage}_us") / 1e6)
 
 
 def _offer(router: _Router, frame: pb.VerdictFrame | None) -> None:

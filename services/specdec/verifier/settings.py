@@ -25,6 +25,10 @@ class VerifierSettings(Settings):
     control_port: int = Field(8101, ge=1, le=65535, description="gRPC: orders in, verdicts out")
     health_port: int = Field(8102, ge=1, le=65535, description="/livez, /readyz and /metrics of the pair")
     advertise: str = Field("", description="URL under which routers reach vLLM; default http://HOST:PORT")
+    control_secret_file: Path | None = Field(None, description="secret that routers must know, too")
+    control_tls_cert: Path | None = Field(None, description="the control port's certificate (PEM)")
+    control_tls_key: Path | None = Field(None, description="its key")
+    control_tls_ca: Path | None = Field(None, description="authority that routers' certificates must be of")
     max_steps: int = Field(8, ge=1, le=64, description="largest step count k an order may ask for")
     max_num_seqs: int = Field(64, ge=1, le=4096, description="sessions vLLM runs at once (its own --max-num-seqs)")
     draft_deadline_ms: float = Field(
@@ -44,6 +48,9 @@ class VerifierSettings(Settings):
     )
     stall_s: float = Field(
         120, gt=0, description="not ready if the engine begins no cycle for so long while sessions are open"
+    )
+    dead_s: float = Field(
+        600, gt=0, description="end if the engine begins no cycle for so long while sessions are open: to be restarted"
     )
     start_timeout_s: float = Field(1800, gt=0, description="give up if vLLM is not ready by then")
     stop_grace_s: float = Field(30, ge=0, description="time running answers get after SIGTERM; then vLLM is killed")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ import httpx
 import specdec
 from specdec.channel.layout import Layout
 from specdec.channel.segment import Role, Segment, now_ns, segment_path
+from specdec.control_auth import ControlAuth
 from specdec.errors import SettingsError, SetupError
 from specdec.guard import Guarded
 from specdec.proto import speculation_pb2 as pb
@@ -22,6 +24,7 @@ from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.scratch import Scratch
 from specdec.serve import listen, serving
 from specdec.telemetry import PairMetrics, health_app
+from specdec.tracing import PROTOCOL, traces_url
 from specdec.verifier import HEAD_VARIABLE, SEGMENT_VARIABLE
 from specdec.verifier.control import Control
 from specdec.verifier.seams import vllm_version
@@ -68,17 +71,24 @@ def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
         *("--speculative-config", json.dumps(speculation)),
         *("--shutdown-timeout", str(max(0, int(settings.stop_grace_s) - _KILL_S))),  # running answers end in it
         *("--disable-access-log-for-endpoints", "/health,/metrics"),  # the supervisor asks every second
+        *(("--otlp-traces-endpoint", url) if (url := traces_url()) else ()),  # its spans join the router's
         *extra,
     ]
 
 
 def engine_environment(**more: str) -> dict[str, str]:
-    """vLLM's environment: the user's, and what a CPU needs where the user says nothing."""
+    """vLLM's environment: the user's, and what a CPU and traces need where the user says nothing."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
+    if traces_url():
+        defaults |= {
+            "OTEL_SERVICE_NAME": "specdec-verifier",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": PROTOCOL,
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "2",  # seconds; vLLM's end waits for a collector as long
+        }
     return {**defaults, **os.environ, **more}
 
 
@@ -95,12 +105,20 @@ class Supervisor:
             raise SettingsError(f"--host {settings.host} needs --advertise: the URL under which routers reach vLLM")
         self._address = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._url = settings.advertise or f"http://{self._address}:{settings.port}"
+        self._auth = ControlAuth(
+            settings.control_secret_file,
+            settings.control_tls_cert,
+            settings.control_tls_key,
+            settings.control_tls_ca,
+        )
+        if settings.host not in ("127.0.0.1", "::1", "localhost") and not self._auth.given:
+            log.warning("--host %s: whoever reaches --control-port can order; see --control-secret-file", settings.host)
         self._engine_ready = False
         self._metrics = PairMetrics()
         self._stopping = asyncio.Event()
 
     async def run(self) -> int:
-        """Serves until SIGTERM or SIGINT (returns 0) or until vLLM ends by itself (returns 1)."""
+        """Serves until SIGTERM or SIGINT (returns 0) or until vLLM ends by itself or stands still (returns 1)."""
         s = self._settings
         health = listen(s.host, s.health_port, "--health-port")
         listen(s.host, s.port, "--port").close()  # vLLM would find out only after loading the model
@@ -112,10 +130,12 @@ class Supervisor:
         with Segment.create(segment_path(s.pair), layout) as segment:
             self._segment = segment
             segment.word("control.draft_limit_us").value = int(s.draft_deadline_ms * 1000)
+            self._metrics.info.labels(s.pair, s.model, specdec.__version__, self._vllm_version).set(1)
+            self._metrics.segment_bytes.set(layout.size)
             self._control = Control(segment, self._describe, self._metrics)
-            server = grpc.aio.server(options=_SERVER)
+            server = grpc.aio.server(interceptors=self._auth.interceptors(), options=_SERVER)
             pb_grpc.add_SpeculationServicer_to_server(self._control, server)
-            server.add_insecure_port(f"{self._address}:{s.control_port}")
+            self._auth.listen(server, f"{self._address}:{s.control_port}")
             sockets = Scratch("specdec-vllm-")  # vLLM leaves its sockets where it makes them
             variables = {SEGMENT_VARIABLE: str(segment.path), HEAD_VARIABLE: str(s.head or "")}
             variables["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", str(sockets.path))
@@ -143,6 +163,9 @@ class Supervisor:
                 if code is not None:
                     log.error("vLLM ended with exit code %s; its own lines above say why", code)
                     return 1
+                if (silent_s := self._step_age_s()) > self._settings.dead_s:
+                    log.error("the engine has begun no cycle for %.0f s, with sessions open: giving it up", silent_s)
+                    return 1
                 ready = await self._healthy(client)
                 if ready and not self._engine_ready:
                     log.info("ready: %s on %s, pair %s", self._settings.model, self._url, self._settings.pair)
@@ -155,9 +178,11 @@ class Supervisor:
                 if draft_was_up != up:
                     log.info("draft %s", detail if up else f"down: {detail}")
                 draft_was_up = up
+                self._metrics.engine_up.set(ready)
                 self._metrics.draft_up.set(up)
                 self._metrics.routers.set(self._control.routers)
                 self._metrics.publish(self._segment.counts)
+                self._metrics.shared_free.set(shutil.disk_usage(self._segment.path.parent).free)
                 try:
                     await asyncio.wait_for(self._stopping.wait(), 1.0 if ready else 0.25)
                 except TimeoutError:
@@ -180,11 +205,16 @@ class Supervisor:
             return False, f"the draft has been silent for {silent_ns / 1e9:.0f} s"
         return True, f"up, process {self._segment.word('draft.pid').value}"
 
+    def _step_age_s(self) -> float:
+        """Since the engine began a cycle; 0 while no session is open."""
+        silent_s = (now_ns() - self._segment.word("engine.beat_ns").value) / 1e9
+        return max(0.0, silent_s) if self._control.sessions else 0.0
+
     def _readiness(self) -> dict[str, Any]:
         up, detail = self._draft_state()
         reasons = [] if self._engine_ready else ["vLLM does not answer /health yet"]
-        silent_s = (now_ns() - self._segment.word("engine.beat_ns").value) / 1e9
-        if self._control.sessions and silent_s > self._settings.stall_s:
+        silent_s = self._step_age_s()
+        if silent_s > self._settings.stall_s:
             reasons.append(f"the engine has not begun a cycle for {silent_s:.0f} s, with sessions open")
         return {
             "ready": not reasons,
@@ -206,4 +236,5 @@ class Supervisor:
             draft_detail=detail,
             specdec_version=specdec.__version__,
             vllm_version=self._vllm_version,
+            step_age_ms=min(2**32 - 1, int(self._step_age_s() * 1000)),
         )

@@ -1,0 +1,103 @@
+"""How a router and a pair know each other: a shared secret, mutual TLS, or both. Both ends of the stream use it."""
+
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+
+from specdec.errors import SettingsError
+
+_HEADER = "authorization"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+
+@dataclass(frozen=True)
+class ControlAuth:
+    """The files of one end. Both ends need the same secret; certificates must be of the same authority."""
+
+    secret_file: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Raises SettingsError for a file that is missing or empty, or where not all of TLS is given."""
+        if self.secret_file is not None and not _read(self.secret_file, "--control-secret-file").strip():
+            raise SettingsError(f"--control-secret-file {self.secret_file}: it is empty")
+        tls = (("--control-tls-cert", self.cert), ("--control-tls-key", self.key), ("--control-tls-ca", self.ca))
+        for flag, path in tls:
+            if path is None and any(other is not None for _, other in tls):
+                raise SettingsError(f"{flag}: certificate, key and authority go together, and one is missing")
+            if path is not None:
+                _read(path, flag)
+
+    @property
+    def given(self) -> bool:
+        """Whether anything is asked for at all."""
+        return self.secret_file is not None or self.cert is not None
+
+    # ---- the router's end
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call carries. The file is read anew, so that a new secret holds from the next stream on."""
+        return () if self.secret_file is None else ((_HEADER, f"Bearer {self._secret()}"),)
+
+    def channel(self, address: str, name: str, options: tuple[tuple[str, Any], ...]) -> grpc.aio.Channel:
+        """A channel to a pair whose certificate is for `name`."""
+        if self.cert is None or self.key is None or self.ca is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        credentials = grpc.ssl_channel_credentials(*(path.read_bytes() for path in (self.ca, self.key, self.cert)))
+        named = (*options, ("grpc.ssl_target_name_override", name))
+        return grpc.aio.secure_channel(address, credentials, options=named)
+
+    # ---- the pair's end
+
+    def interceptors(self) -> "list[grpc.aio.ServerInterceptor]":
+        """What refuses callers without the secret."""
+        return [] if self.secret_file is None else [_Guard(self._secret)]
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        """Adds the server's port; with TLS only callers with a certificate of the authority get through."""
+        if self.cert is None or self.key is None or self.ca is None:
+            return server.add_insecure_port(address)
+        pairs = [(self.key.read_bytes(), self.cert.read_bytes())]
+        credentials = grpc.ssl_server_credentials(pairs, self.ca.read_bytes(), require_client_auth=True)
+        return server.add_secure_port(address, credentials)
+
+    def _secret(self) -> str:
+        """A digest: any text is a valid secret, and gRPC's headers take only some."""
+        assert self.secret_file is not None
+        return hashlib.sha256(_read(self.secret_file, "--control-secret-file").strip()).hexdigest()
+
+
+class _Guard(grpc.aio.ServerInterceptor):
+    def __init__(self, secret: Callable[[], str]) -> None:
+        self._secret = secret
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]",
+        details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        handler = await continuation(details)
+        given = str(dict(details.invocation_metadata).get(_HEADER, ""))
+        if handler is None or hmac.compare_digest(given.encode(), f"Bearer {self._secret()}".encode()):
+            return handler
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(_refuse)
+        return grpc.unary_unary_rpc_method_handler(_refuse)
+
+
+async def _refuse(_: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the control secret is missing, or another one")
+
+
+def _read(path: Path, flag: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{flag} {path}: {error.strerror}") from error

@@ -1,0 +1,114 @@
+"""How much runs and how much waits: bounds in sessions (n counts n) and, for what waits, in prompt tokens."""
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from specdec.router.errors import ApiError
+from specdec.telemetry import RouterMetrics
+
+_FIRST_S = 2.0  # what a session is thought to take before one has ended
+
+
+@dataclass(eq=False)
+class _Waiting:
+    sessions: int
+    tokens: int
+    admitted: "asyncio.Future[None]"
+
+
+class Admission:
+    """First come, first served. A request wider than the whole bound runs when nothing else does."""
+
+    def __init__(
+        self,
+        capacity: Callable[[], int],
+        metrics: RouterMetrics,
+        *,
+        max_waiting: int,
+        max_waiting_tokens: int,
+        timeout_s: float,
+    ) -> None:
+        """`capacity`: sessions that may run now."""
+        self._capacity, self._metrics = capacity, metrics
+        self._max_waiting, self._max_tokens, self._timeout_s = max_waiting, max_waiting_tokens, timeout_s
+        self._queue: deque[_Waiting] = deque()
+        self.running = self.waiting = self.waiting_tokens = 0
+        self._session_s = _FIRST_S
+
+    @asynccontextmanager
+    async def admitted(self, sessions: int, tokens: int) -> AsyncIterator[None]:
+        """Its place among those that run. Raises ApiError (429) where the queue is full, or after its time in it."""
+        if self._queue or not self._fits(sessions):
+            await self._wait(sessions, tokens)
+        else:
+            self._run(sessions)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._session_s += 0.1 * (time.monotonic() - began - self._session_s)
+            self._run(-sessions)
+            self.wake()
+
+    def wake(self) -> None:
+        """Lets in who fits. To be called where the capacity may have grown."""
+        while self._queue and self._fits(self._queue[0].sessions):
+            one = self._queue.popleft()
+            if not one.admitted.done():
+                self._run(one.sessions)
+                one.admitted.set_result(None)
+
+    @property
+    def retry_after_s(self) -> float:
+        """When what waits now should have been let in, by how long sessions took lately."""
+        return self._session_s * (self.waiting + 1) / max(1, self._capacity())
+
+    def _fits(self, sessions: int) -> bool:
+        return not self.running or self.running + sessions <= self._capacity()
+
+    def _run(self, sessions: int) -> None:
+        self.running += sessions
+        self._metrics.admitted.set(self.running)
+
+    def _count(self, sessions: int, tokens: int) -> None:
+        self.waiting += sessions
+        self.waiting_tokens += tokens
+        self._metrics.waiting.set(self.waiting)
+        self._metrics.waiting_tokens.set(self.waiting_tokens)
+
+    async def _wait(self, sessions: int, tokens: int) -> None:
+        full = self.waiting + sessions > self._max_waiting or self.waiting_tokens + tokens > self._max_tokens
+        if full and (self.waiting or not self._max_waiting):  # one alone may be larger than the bounds
+            raise ApiError(
+                "too_many_waiting",
+                f"{self.waiting} sessions with about {self.waiting_tokens} prompt tokens wait already",
+                retry_after_s=self.retry_after_s,
+            )
+        one = _Waiting(sessions, tokens, asyncio.get_running_loop().create_future())
+        self._queue.append(one)
+        self._count(sessions, tokens)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await one.admitted
+        except BaseException as error:
+            if one.admitted.done() and not one.admitted.cancelled():
+                self._run(-sessions)  # let in, and gone in the same moment
+            else:
+                one.admitted.cancel()
+                with contextlib.suppress(ValueError):  # `wake` has taken it out
+                    self._queue.remove(one)
+            self.wake()
+            if isinstance(error, TimeoutError):
+                raise ApiError(
+                    "queue_timeout",
+                    f"no place became free within {self._timeout_s:g} s",
+                    retry_after_s=self.retry_after_s,
+                ) from None
+            raise
+        finally:
+            self._count(-sessions, -tokens)

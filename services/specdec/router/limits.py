@@ -1,0 +1,191 @@
+"""What a request asks for, read without building it, and the bounds on it.
+
+The router never tokenises. It estimates a prompt's tokens from its bytes (four each, text; token ids are counted), to
+bound what it holds; the exact word on a prompt's length is vLLM's own 400, which comes before any header is sent.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+
+from specdec.router.errors import ApiError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GENERATING = (CHAT, COMPLETIONS)
+_TEXT = {CHAT: "messages", COMPLETIONS: "prompt", "/v1/responses": "input", "/v1/messages": "messages"}
+_BYTES_A_TOKEN = 4
+_MEDIA = re.compile(rb'"(?:data:[^",]*,)?[A-Za-z0-9+/]{1024,}={0,2}"')  # base64, not read as text
+_MEDIA_TOKENS = 1000
+_PREFIX = 1 << 16  # bytes of a prompt that say which pair may have it in its cache
+_STRING = re.compile(rb'"[^"]*"')
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+Fields = dict[str, msgspec.Raw]
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may ask for."""
+
+    body_bytes: int = 32 << 20
+    body_s: float = 120  # for all of it to come
+    prompt_tokens: int = 1_000_000  # as estimated
+    choices: int = 256  # n times the number of prompts
+    logprobs: int = 20
+    stops: int = 16
+    logit_bias: int = 1024  # entries
+    depth: int = 64  # of arrays and objects in each other
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as far as the router has to know it."""
+
+    body: bytes
+    max_steps: int | None = None  # a cap on k
+    sessions: int = 1
+    tokens: int = 0  # of its prompts, estimated
+    usage_at_end: bool = False  # stream_options.include_usage
+    prefix: bytes = b""  # the prompt's first bytes
+
+
+async def read_body(http: HttpRequest, limits: Limits) -> bytes:
+    """The request's body. Raises ApiError: 413 as soon as it is larger than allowed, 408 if it does not come in time;
+    and ClientGone."""
+    too_large = ApiError("request_too_large", f"the request body is larger than {limits.body_bytes} bytes")
+    length = http.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limits.body_bytes:
+        raise too_large
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_s):
+            async for part in http.stream():
+                size += len(part)
+                if size > limits.body_bytes:
+                    raise too_large
+                parts.append(part)
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    except TimeoutError:
+        raise ApiError("request_timeout", f"the request body did not come within {limits.body_s:g} s") from None
+    return b"".join(parts)
+
+
+def read(path: str, body: bytes, limits: Limits) -> Asked:
+    """What the body asks for. Raises ApiError (400) for what breaks a limit, or what vLLM would misread.
+
+    Other routes than chat and text completions are only measured.
+    """
+    if path not in _TEXT:
+        return Asked(body, tokens=len(body) // _BYTES_A_TOKEN)
+    if _deeper(body, limits.depth):
+        raise ApiError("invalid_json", f"the body's arrays and objects are nested deeper than {limits.depth}")
+    try:
+        fields = msgspec.json.decode(body, type=Fields)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError("invalid_json", "the body is not a JSON object") from error
+    text = bytes(fields.get(_TEXT[path], b""))
+    prompts, tokens = _measure(path, text)
+    if tokens > limits.prompt_tokens:
+        raise ApiError(
+            "context_length_exceeded",
+            f"the prompt has about {tokens} tokens, more than the router takes ({limits.prompt_tokens})",
+            _TEXT[path],
+        )
+    if path not in GENERATING:
+        return Asked(body, tokens=tokens, prefix=text[:_PREFIX])
+    choices = prompts * _integer(fields, "n", 1)
+    if choices > limits.choices:
+        raise ApiError("invalid_request", f"n times the prompts may be at most {limits.choices}", "n")
+    _bound(fields, "stop", limits.stops, lambda value: len(value) if isinstance(value, list) else 0)
+    _bound(fields, "logit_bias", limits.logit_bias, lambda value: len(value) if isinstance(value, dict) else 0)
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        _bound(fields, name, limits.logprobs, lambda value: value if type(value) is int else 0)
+    usage = _stream_options(fields)
+    max_steps = None
+    if "speculative" in fields:
+        max_steps = parse_speculative(msgspec.json.decode(fields.pop("speculative")))
+        body = msgspec.json.encode(fields)
+    return Asked(body, max_steps, choices, tokens, usage, text[:_PREFIX])
+
+
+def parse_speculative(value: Any) -> int | None:
+    """A request's own cap on k: None for "auto" and null, 0 for "off", n for {"steps": n}. Raises ApiError (400)."""
+    if value is None or value == "auto":
+        return None
+    if value == "off":
+        return 0
+    if isinstance(value, dict) and set(value) == {"steps"}:
+        steps = value["steps"]
+        if isinstance(steps, int) and not isinstance(steps, bool) and 0 <= steps <= 64:
+            return steps
+    raise ApiError(
+        "invalid_request", 'speculative must be "auto", "off" or {"steps": n} with n from 0 to 64', "speculative"
+    )
+
+
+def _measure(path: str, text: bytes) -> tuple[int, int]:
+    """(prompts, tokens in all) of a request's text, which is still JSON."""
+    if path == COMPLETIONS and text.startswith(b"[") and text[1:64].lstrip()[:1] in (b'"', b"["):  # else one, of ids
+        texts = [bytes(part) for part in msgspec.json.decode(text, type=list[msgspec.Raw])]
+        return len(texts), sum(_tokens(one) for one in texts)
+    return 1, _tokens(text)
+
+
+def _tokens(text: bytes) -> int:
+    if text.startswith(b"[") and b'"' not in text:
+        return text.count(b",") + 1
+    media = [len(found[0]) for found in _MEDIA.finditer(text)]
+    return (len(text) - sum(media)) // _BYTES_A_TOKEN + _MEDIA_TOKENS * len(media)
+
+
+def _integer(fields: Fields, name: str, default: int) -> int:
+    value = _value(fields, name)
+    if value is None:
+        return default
+    if type(value) is not int or value < 1:
+        raise ApiError("invalid_request", f"{name} must be an integer, 1 or more", name)
+    return value
+
+
+def _bound(fields: Fields, name: str, limit: int, size: Callable[[Any], int]) -> None:
+    if (count := size(_value(fields, name))) > limit or count < 0:
+        raise ApiError("invalid_request", f"{name}: at most {limit} are allowed", name)
+
+
+def _stream_options(fields: Fields) -> bool:
+    """Whether usage comes in a chunk of its own. vLLM takes `{}` without a stream, where OpenAI's API refuses it."""
+    options, stream = _value(fields, "stream_options"), _value(fields, "stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise ApiError("invalid_request", "stream must be true or false", "stream")
+    if options is not None and not stream:
+        raise ApiError("invalid_request", "stream_options is allowed with stream: true only", "stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _value(fields: Fields, name: str) -> Any:
+    return msgspec.json.decode(fields[name]) if name in fields else None
+
+
+def _deeper(body: bytes, limit: int) -> bool:
+    """Whether arrays and objects are nested deeper. Each pass takes the innermost away, in C's speed."""
+    if body.count(b"[") + body.count(b"{") <= limit:
+        return False
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_BRACKETS, _NO_BRACKETS)
+    brackets = _STRING.sub(b"", plain.replace(b'""', b""))  # the strings left have brackets in them
+    for _ in range(limit):
+        shorter = brackets.replace(b"[]", b"")
+        if len(shorter) == len(brackets):
+            return False  # none is left, or it is no JSON
+        brackets = shorter
+    return bool(brackets)

@@ -1,0 +1,238 @@
+"""router/admission.py: places, the queue, and what is refused."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from fake_engine import until
+from specdec.router.admission import Admission
+from specdec.router.errors import ApiError
+from specdec.telemetry import RouterMetrics
+
+
+class Bench:
+    """An admission, and requests that hold their places until told."""
+
+    def __init__(self, capacity: int = 4, **bounds: float) -> None:
+        self.capacity, self.metrics = capacity, RouterMetrics()
+        defaults = {"max_waiting": 4, "max_waiting_tokens": 1000, "timeout_s": 5}
+        self.admission = Admission(lambda: self.capacity, self.metrics, **(defaults | bounds))
+        self.running: list[str] = []
+        self.ends: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def ask(self, name: str, sessions: int = 1, tokens: int = 10) -> "asyncio.Task[None]":
+        self.ends[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._hold(name, sessions, tokens))
+        return self.tasks[name]
+
+    async def _hold(self, name: str, sessions: int, tokens: int) -> None:
+        async with self.admission.admitted(sessions, tokens):
+            self.running.append(name)
+            try:
+                await self.ends[name].wait()
+            finally:
+                self.running.remove(name)
+
+    async def end(self) -> None:
+        """All end; nothing may be left."""
+        for end in self.ends.values():
+            end.set()
+        await asyncio.wait_for(asyncio.gather(*self.tasks.values(), return_exceptions=True), 5)
+        a = self.admission
+        assert (a.running, a.waiting, a.waiting_tokens, len(a._queue)) == (0, 0, 0, 0)
+        for name in ("admitted_sessions", "waiting_sessions", "waiting_tokens"):
+            assert self.metrics.registry.get_sample_value(f"specdec_router_{name}") == 0
+
+
+def run(main) -> None:
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def refusal(task: "asyncio.Task[None]") -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        await task
+    return caught.value
+
+
+def test_places_go_to_those_who_came_first_and_n_counts_n():
+    async def main():
+        bench = Bench(capacity=4)
+        bench.ask("a", 3)
+        bench.ask("wide", 2)
+        bench.ask("b", 1)  # there would be room for it, but it came later
+        await until(lambda: bench.admission.waiting == 3)
+        assert bench.running == ["a"]
+        bench.ends["a"].set()
+        await until(lambda: bench.running == ["wide", "b"])
+        await bench.end()
+
+    run(main)
+
+
+def test_beyond_the_queues_sessions_it_says_no_at_once():
+    async def main():
+        bench = Bench(capacity=1, max_waiting=2)
+        for name in "abc":
+            bench.ask(name)
+        await until(lambda: bench.admission.waiting == 2)
+        started = time.monotonic()
+        error = await refusal(bench.ask("d"))
+        assert time.monotonic() - started < 0.05
+        assert (error.status, error.code, error.type) == (429, "too_many_waiting", "rate_limit_error")
+        await bench.end()
+
+    run(main)
+
+
+def test_beyond_the_queues_tokens_it_says_no_at_once():
+    async def main():
+        bench = Bench(capacity=1, max_waiting=100, max_waiting_tokens=1000)
+        bench.ask("a")
+        bench.ask("b", tokens=900)
+        await until(lambda: bench.admission.waiting_tokens == 900)
+        assert (await refusal(bench.ask("c", tokens=101))).code == "too_many_waiting"
+        bench.ask("d", tokens=100)
+        await until(lambda: bench.admission.waiting_tokens == 1000)
+        await bench.end()
+
+    run(main)
+
+
+def test_without_a_queue_the_first_that_would_wait_is_refused():
+    async def main():
+        bench = Bench(capacity=1, max_waiting=0)
+        bench.ask("a")
+        await until(lambda: bench.running)
+        assert (await refusal(bench.ask("b"))).code == "too_many_waiting"
+        await bench.end()
+
+    run(main)
+
+
+def test_a_request_wider_than_everything_runs_alone():
+    async def main():
+        bench = Bench(capacity=2, max_waiting=1)
+        bench.ask("a")
+        bench.ask("wide", 10, tokens=10_000)
+        await until(lambda: bench.admission.waiting == 10)
+        bench.ends["a"].set()
+        await until(lambda: bench.running == ["wide"])
+        bench.ask("b")
+        await until(lambda: bench.admission.waiting == 1)
+        await bench.end()
+
+    run(main)
+
+
+def test_waiting_ends_with_429_and_gives_the_queue_back():
+    async def main():
+        bench = Bench(capacity=1, timeout_s=0.1)
+        bench.ask("a")
+        started = time.monotonic()
+        error = await refusal(bench.ask("b"))
+        assert 0.1 <= time.monotonic() - started < 1
+        assert (error.status, error.code) == (429, "queue_timeout")
+        assert bench.admission.waiting == 0
+        await bench.end()
+
+    run(main)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_who_goes_while_it_is_let_in_leaves_its_place_to_the_next(turns):
+    async def main():
+        bench = Bench(capacity=1)
+        bench.ask("a")
+        gone = bench.ask("b")
+        bench.ask("c")
+        await until(lambda: bench.admission.waiting == 2)
+        bench.ends["a"].set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        gone.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await gone
+        await until(lambda: bench.running == ["c"])
+        assert bench.admission.running == 1
+        await bench.end()
+
+    run(main)
+
+
+def test_who_goes_from_the_heads_place_lets_the_others_in():
+    async def main():
+        bench = Bench(capacity=2)
+        bench.ask("a")
+        wide = bench.ask("wide", 2)
+        bench.ask("b")
+        await until(lambda: bench.admission.waiting == 3)
+        wide.cancel()
+        await until(lambda: bench.running == ["a", "b"])
+        await bench.end()
+
+    run(main)
+
+
+def test_more_capacity_lets_in_who_waits():
+    async def main():
+        bench = Bench(capacity=1)
+        bench.ask("a")
+        bench.ask("b")
+        await until(lambda: bench.admission.waiting == 1)
+        bench.capacity = 2
+        bench.admission.wake()
+        await until(lambda: bench.running == ["a", "b"])
+        await bench.end()
+
+    run(main)
+
+
+def test_retry_after_grows_with_the_queue_and_with_how_long_sessions_take():
+    async def main():
+        bench = Bench(capacity=1, max_waiting=100)
+        bench.ask("a")
+        short = bench.admission.retry_after_s
+        for n in range(20):
+            bench.ask(f"w{n}")
+        await until(lambda: bench.admission.waiting == 20)
+        assert bench.admission.retry_after_s == pytest.approx(21 * short)
+        await bench.end()
+
+    run(main)
+
+
+def test_an_open_loop_overload_is_answered_quickly_and_what_runs_is_not_disturbed():
+    """Five times more comes than there is room for: refusals are immediate, and those let in take as long as alone."""
+
+    async def main():
+        bench = Bench(capacity=4, max_waiting=4)
+        times: list[float] = []
+        refusals: list[float] = []
+
+        async def one() -> None:
+            started = time.monotonic()
+            try:
+                async with bench.admission.admitted(1, 10):
+                    began = time.monotonic()
+                    await asyncio.sleep(0.02)
+                    times.append(time.monotonic() - began)
+            except ApiError:
+                refusals.append(time.monotonic() - started)
+
+        tasks = []
+        for _ in range(400):
+            tasks.append(asyncio.create_task(one()))
+            await asyncio.sleep(0.001)
+            assert bench.admission.running <= 4
+            assert bench.admission.waiting <= 4
+        await asyncio.gather(*tasks)
+        assert len(times) + len(refusals) == 400
+        assert len(refusals) > 150
+        assert max(refusals) < 0.05
+        assert sorted(times)[len(times) // 2] < 0.04
+        await bench.end()
+
+    run(main)

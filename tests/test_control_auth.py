@@ -1,0 +1,172 @@
+"""control_auth.py: a router and a pair that know each other, and those that do not."""
+
+import asyncio
+import datetime
+import ipaddress
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fake_engine import FakePair, fake_pair, until
+from specdec.control_auth import ControlAuth
+from specdec.errors import SettingsError
+from specdec.proto import speculation_pb2 as pb
+from specdec.proto import speculation_pb2_grpc as pb_grpc
+from specdec.router.pairs import Pair
+from specdec.telemetry import RouterMetrics
+
+
+@pytest.fixture
+def secrets(tmp_path) -> tuple[Path, Path]:
+    for name, text in (("one", "the secret\n"), ("two", "another\n")):
+        (tmp_path / name).write_text(text)
+    return tmp_path / "one", tmp_path / "two"
+
+
+def name_of(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+class Authority:
+    """Signs certificates into a folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self.file = folder / f"{name}-ca.pem"
+        certificate = self._sign(name, self._key.public_key(), [x509.BasicConstraints(ca=True, path_length=None)])
+        self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+
+    def _sign(self, name: str, key, extensions) -> x509.Certificate:
+        now = datetime.datetime.now(datetime.UTC)
+        builder = x509.CertificateBuilder(name_of(self._name), name_of(name), key, x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(days=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=1))
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=False)
+        return builder.sign(self._key, hashes.SHA256())
+
+    def auth(self, name: str, trusts: "Authority", **more) -> ControlAuth:
+        """A certificate for `name` and its key, with `trusts` as the authority of the other end."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        names = [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        certificate = self._sign(name, key.public_key(), [x509.SubjectAlternativeName(names)])
+        files = self._folder / f"{name}.pem", self._folder / f"{name}.key"
+        files[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        plain = serialization.NoEncryption()
+        files[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
+        return ControlAuth(cert=files[0], key=files[1], ca=trusts.file, **more)
+
+
+async def describe(pair: FakePair, auth: ControlAuth, name: str = "pair.test") -> pb.PairDescription:
+    async with auth.channel(pair.address, name, ()) as channel:
+        stub = pb_grpc.SpeculationStub(channel)
+        return await stub.Describe(pb.DescribeRequest(), timeout=5, metadata=auth.metadata())
+
+
+async def refused(pair: FakePair, auth: ControlAuth, name: str = "pair.test") -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await describe(pair, auth, name)
+    return caught.value.code()
+
+
+async def loop_refused(pair: FakePair, auth: ControlAuth) -> grpc.StatusCode:
+    async with auth.channel(pair.address, "pair.test", ()) as channel:
+        call = pb_grpc.SpeculationStub(channel).Loop(metadata=auth.metadata())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    return caught.value.code()
+
+
+def test_only_who_knows_the_secret_gets_in(tmp_path, secrets):
+    one, two = secrets
+    unauthenticated = grpc.StatusCode.UNAUTHENTICATED
+
+    async def main():
+        async with fake_pair(tmp_path, auth=ControlAuth(one)) as pair:
+            assert (await describe(pair, ControlAuth(one))).engine_ready
+            for auth in (ControlAuth(), ControlAuth(two)):
+                assert await refused(pair, auth) == unauthenticated
+                assert await loop_refused(pair, auth) == unauthenticated
+            assert pair.control.routers == 0
+
+    asyncio.run(main())
+
+
+def test_a_router_with_the_secret_drives_a_pair_and_one_without_says_why_not(tmp_path, secrets, caplog):
+    async def nobody(pair, session): ...
+
+    async def main():
+        async with fake_pair(tmp_path, auth=ControlAuth(secrets[0])) as pair:
+            pairs = [
+                Pair(pair.address, lease_ms=500, metrics=RouterMetrics(), drive=nobody, auth=auth)
+                for auth in (ControlAuth(secrets[0]), ControlAuth(secrets[1]))
+            ]
+            tasks = [asyncio.create_task(one.run()) for one in pairs]
+            await until(lambda: pairs[0].connected and "UNAUTHENTICATED" in caplog.text)
+            assert not pairs[1].ready
+            assert not pairs[1].connected
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    with caplog.at_level("INFO"):
+        asyncio.run(main())
+    assert "the secret" not in caplog.text.replace("the control secret", "")
+
+
+def test_a_new_secret_holds_without_a_restart(tmp_path, secrets):
+    one, two = secrets
+
+    async def main():
+        async with fake_pair(tmp_path, auth=ControlAuth(one)) as pair:
+            one.write_text("another")  # with or without a line's end
+            assert (await describe(pair, ControlAuth(two))).engine_ready
+
+    asyncio.run(main())
+
+
+def test_with_tls_only_certificates_of_the_authority_get_in(tmp_path):
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    pair_end, router_end = ours.auth("pair.test", ours), ours.auth("router.test", ours)
+    stranger = others.auth("stranger.test", ours)  # trusts the pair, and is not trusted
+    suspicious = ours.auth("suspicious.test", others)  # would be let in, and does not trust the pair
+
+    async def main():
+        async with fake_pair(tmp_path, auth=pair_end) as pair:
+            assert (await describe(pair, router_end)).engine_ready
+            for auth in (stranger, suspicious, ControlAuth()):
+                assert await refused(pair, auth) == grpc.StatusCode.UNAVAILABLE
+            assert await refused(pair, router_end, "elsewhere.test") == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(main())
+
+
+def test_tls_and_the_secret_go_together(tmp_path, secrets):
+    ours = Authority(tmp_path, "ours")
+
+    async def main():
+        async with fake_pair(tmp_path, auth=ours.auth("pair.test", ours, secret_file=secrets[0])) as pair:
+            assert (await describe(pair, ours.auth("a.test", ours, secret_file=secrets[0]))).engine_ready
+            assert await refused(pair, ours.auth("b.test", ours)) == grpc.StatusCode.UNAUTHENTICATED
+
+    asyncio.run(main())
+
+
+def test_files_that_are_missing_or_empty_name_their_flag(tmp_path):
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "cert").write_text("x")
+    with pytest.raises(SettingsError, match=r"--control-secret-file .*empty"):
+        ControlAuth(tmp_path / "empty")
+    with pytest.raises(SettingsError, match=r"--control-secret-file .*No such file"):
+        ControlAuth(tmp_path / "none")
+    with pytest.raises(SettingsError, match=r"^--control-tls-key: certificate, key and authority go together"):
+        ControlAuth(cert=tmp_path / "cert", ca=tmp_path / "cert")
+    with pytest.raises(SettingsError, match=r"--control-tls-ca .*No such file"):
+        ControlAuth(cert=tmp_path / "cert", key=tmp_path / "cert", ca=tmp_path / "none")
