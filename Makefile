@@ -8,7 +8,7 @@ export TORCH_INDEX
 # Nor should make say on stdout which directory it leaves (`make -C`; heeded from make 4.4 on).
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test soak lint proto proto-check lock clean
+.PHONY: help setup demo up test soak lint proto proto-check docs lock clean
 
 # Made where it is missing; `make setup` also renews it.
 STAMP := $(VENV)/.specdec-setup
@@ -45,11 +45,17 @@ test: setup  ## all tests; PYTEST='-k name' for some
 soak: setup  ## a million frames and two hundred kills (20 minutes); the log is results/soak.log
 	$(BIN)/python tests/soak.py $(ARGS)
 
-lint: proto-check | $(STAMP)  ## style, types, import rules, fresh stubs
+lint: proto-check | $(STAMP)  ## style, types, import rules, fresh stubs and documents
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/metrics_doc.py --check
+	$(BIN)/python tools/dashboards.py --check
+
+docs: | $(STAMP)  ## write docs/metrics.md and the dashboards from their tables
+	$(BIN)/python tools/metrics_doc.py
+	$(BIN)/python tools/dashboards.py
 
 proto: | $(STAMP)  ## write the gRPC stubs from proto/speculation.proto
 	$(PROTOC) --python_out=services --pyi_out=services --grpc_python_out=services

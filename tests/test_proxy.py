@@ -133,7 +133,7 @@ def test_header_values_pass_byte_by_byte_and_more_than_once(router):
             ("content-type", "a/b"),
         ]
         async with router.answering(reply(b"x", 200, *cookies)):
-            names = b"x-name: Zo\xc3\xab\r\nx-old: Zo\xeb\r\n"  # one in UTF-8, which has to pass; one in what was before
+            names = b"x-name: Zo\xc3\xab\r\nx-old: Zo\xeb\r\n"  # only UTF-8 passes as it is
             request = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-a: 1\r\nx-a: 2\r\n" + names + b"\r\n"
             async with sent(router, request) as (reader, _):
                 head = (await reader.readuntil(b"\r\n\r\n")).lower()
