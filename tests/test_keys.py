@@ -170,7 +170,7 @@ def test_the_openai_package_knows_a_bad_key(file, tmp_path):
 def test_beyond_loopback_keys_are_needed_or_a_word(host, file):
     with pytest.raises(SettingsError, match="--no-auth"):
         create_app(RouterSettings(host=host))
-    create_app(RouterSettings(host=host, no_auth=True))
+    create_app(RouterSettings.load(["--host", host, "--no-auth"]))
     create_app(RouterSettings(host=host, api_keys_file=file))
 
 
