@@ -176,7 +176,7 @@ def test_beyond_loopback_keys_are_needed_or_a_word(host, file):
 
 def test_readiness_tells_others_less():
     for host, keys in (("127.0.0.1", {"ready", "reasons", "pairs"}), ("0.0.0.0", {"ready", "reasons"})):
-        router = create_app(RouterSettings(host=host, no_auth=True)).state.router
+        router = create_app(RouterSettings(host=host, auth=False)).state.router
         assert set(router.public_readiness()) == keys
         assert "pairs" in router.readiness()
 
