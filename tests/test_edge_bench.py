@@ -8,7 +8,7 @@ from specdec.edge_bench import _quantile_ms
 
 def test_a_short_run_measures_each_thing(tmp_path, capsys):
     out = tmp_path / "edge.json"
-    argv = ["--requests", "10", "--streams", "8", "--many", "16", "--seconds", "0.5", "--rounds", "1"]
+    argv = ["--requests", "10", "--streams", "8", "--many", "16", "--seconds", "1.5", "--rounds", "1"]
     assert main(["bench", "edge", *argv, "--json", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert json.loads(out.read_text()) == result

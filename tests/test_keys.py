@@ -170,13 +170,13 @@ def test_the_openai_package_knows_a_bad_key(file, tmp_path):
 def test_beyond_loopback_keys_are_needed_or_a_word(host, file):
     with pytest.raises(SettingsError, match="--no-auth"):
         create_app(RouterSettings(host=host))
-    create_app(RouterSettings(host=host, no_auth=True))
+    create_app(RouterSettings.load(["--host", host, "--no-auth"]))
     create_app(RouterSettings(host=host, api_keys_file=file))
 
 
 def test_readiness_tells_others_less():
     for host, keys in (("127.0.0.1", {"ready", "reasons", "pairs"}), ("0.0.0.0", {"ready", "reasons"})):
-        router = create_app(RouterSettings(host=host, no_auth=True)).state.router
+        router = create_app(RouterSettings(host=host, auth=False)).state.router
         assert set(router.public_readiness()) == keys
         assert "pairs" in router.readiness()
 

@@ -21,6 +21,7 @@ from specdec.settings import Settings
 from specdec.stack import Service, free_ports
 
 _HOST = "127.0.0.1"
+_RAMP_S = 1.0  # in which the many streams begin: two hundred in the same moment are no load that lasts
 _BODY = {"model": "stand-in", "messages": [{"role": "user", "content": "Say something."}], "stream": True}
 _EVENT = b"data: {"
 _LAG = re.compile(r'^specdec_router_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)$', re.MULTILINE)
@@ -37,7 +38,7 @@ class EdgeBenchSettings(Settings):
     streams: int = Field(64, ge=1, description="streams at once, for throughput")
     many: int = Field(200, ge=1, description="streams at once, for the event loop's lag")
     rate: float = Field(20, gt=0, description="cycles a second, and events a second of each stream")
-    seconds: float = Field(10, gt=0, description="length of each run of streams")
+    seconds: float = Field(10, gt=1, description="length of each run of streams")
     rounds: int = Field(2, ge=1, description="runs of --streams each way")
     json_: CliImplicitFlag[bool] = Field(False, alias="json", description="print the result as JSON instead of a table")
     out: Path | None = Field(None, description="file for the result")
@@ -101,9 +102,12 @@ async def _compare(settings: EdgeBenchSettings, direct: str, routed: str, admin:
     for _ in range(settings.rounds):
         for url, runs in streams.items():
             runs.append(await _together(url, settings.streams, settings))
+    running = asyncio.create_task(_together(routed, settings.many, settings, ramp_s=_RAMP_S))
+    await asyncio.sleep(_RAMP_S)
     before = await _lags(admin)
-    many = await _together(routed, settings.many, settings)
+    await asyncio.sleep(settings.seconds - _RAMP_S)  # all streams are open in this time
     lags = [(le, count - before.get(le, 0)) for le, count in (await _lags(admin)).items()]
+    many = await running
     ttft = {url: statistics.median(run.first_s) * 1000 for url, run in first.items()}
     rates = {url: sum(run.events for run in runs) / sum(run.seconds for run in runs) for url, runs in streams.items()}
     everyone = [*first.values(), *streams[direct], *streams[routed], many]
@@ -122,10 +126,16 @@ async def _compare(settings: EdgeBenchSettings, direct: str, routed: str, admin:
     }
 
 
-async def _together(url: str, streams: int, settings: EdgeBenchSettings) -> Run:
+async def _together(url: str, streams: int, settings: EdgeBenchSettings, ramp_s: float = 0) -> Run:
+    """So many streams, begun within `ramp_s`."""
     run = Run()
     started = time.perf_counter()
-    await asyncio.gather(*(_stream(url, int(settings.rate * settings.seconds), run) for _ in range(streams)))
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(ramp_s * number / streams)
+        await _stream(url, int(settings.rate * settings.seconds), run)
+
+    await asyncio.gather(*(one(number) for number in range(streams)))
     run.seconds = time.perf_counter() - started
     return run
 

@@ -43,7 +43,7 @@ class Router:
     def __init__(self, settings: RouterSettings, tracing: Tracing | None) -> None:
         """Raises SettingsError for a bad policy, for keys or secrets that cannot be read, and where the API would be
         open to others than this machine without anybody having said so."""
-        if settings.api_keys_file is None and not settings.on_loopback and not settings.no_auth:
+        if settings.api_keys_file is None and not settings.on_loopback and settings.auth:
             raise SettingsError(
                 f"--host {settings.host}: others could use the API; give --api-keys-file, or say --no-auth"
             )

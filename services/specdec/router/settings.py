@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from specdec.settings import Settings
 
@@ -24,7 +24,9 @@ class RouterSettings(Settings):
         None,
         description="API keys, one a line, each as it is or as sha256:HEX; read again when the file changes",
     )
-    no_auth: bool = Field(False, description="serve without API keys though --host is not loopback")
+    auth: CliImplicitFlag[bool] = Field(
+        True, description="whether --host beyond loopback needs --api-keys-file; --no-auth serves everybody"
+    )
     pairs: list[Annotated[str, Field(pattern=r"^(dns://)?[^\s/]+:\d+$")]] = Field(
         ["127.0.0.1:8101"],
         min_length=1,
