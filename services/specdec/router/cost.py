@@ -52,6 +52,7 @@ def batch_bucket(batch: float) -> int:
     return round(batch) if batch <= 8 else 8 + round(4 * log2(batch / 8))
 
 
+@lru_cache(256)
 def context_bucket(context: float) -> int:
     """One a doubling; all that is short is alike."""
     return max(9, int(context * 1.41421356).bit_length() - 1)  # the rounded logarithm, quickly
@@ -92,9 +93,8 @@ class Surface:
         self._tokens = np.log2(self._steps + 1) / _SPREAD  # [choices], of one session
         self._cells: dict[_Key, _Cell] = {}
         size = len(features(0, 1.0, 1.0))
-        self._x = np.zeros((_MAX_CELLS, size))  # features
-        self._y = np.ones(_MAX_CELLS)  # seconds without drift
-        self._cycles, self._at = np.zeros((2, _MAX_CELLS))  # ... of each cell
+        self._seen = np.zeros((6, _MAX_CELLS))  # steps, batch, context, seconds without drift, cycles, newest cycle
+        self._x = np.zeros((_MAX_CELLS, size))  # features, as of the newest fit
         self._trust = np.zeros(_MAX_CELLS)  # cycles, the older the fewer
         self._errors = np.zeros(_MAX_CELLS)  # logarithm of seconds over fitted seconds
         self._places = np.zeros((3, _MAX_CELLS))  # logarithms of tokens, batch and context, in spreads
@@ -104,8 +104,8 @@ class Surface:
         self._drift = 1.0
         self._now = 0
         self._run: list[float] = []  # errors beyond the clip, in a row
-        self._fitted_at = 0
-        self._fitting: Iterator[None] = iter(())
+        self._fitted_at = -_REFIT
+        self._fitting: Iterator[bool] | None = None
         self._tables: dict[tuple[float, int], _Table] = {}  # by batch and context bucket
 
     def observe(self, steps: int, batch: float, context: float, seconds: float, floor_s: float) -> bool:
@@ -130,13 +130,10 @@ class Surface:
         cell.mean_s = max(cell.mean_s * change, (cell.mean_s + floor_s) * change - floor_s)
         cell.batch += (batch - cell.batch) / cell.cycles
         cell.context += (context - cell.context) / cell.cycles
-        self._keep(cell)
+        self._keep(cell, float(self._errors[cell.row]) + error / cell.cycles)
         if table is not None:
             table.seconds[i] *= change
             table.support[i] += 1
-        if self._now - self._fitted_at >= _REFIT:
-            self._fitted_at, self._fitting = self._now, self._fit()
-        next(self._fitting, None)
         return jumped
 
     def seconds(self, batch: float, context: float) -> list[float]:
@@ -181,60 +178,80 @@ class Surface:
 
     def _begin(self, key: _Key, cell: _Cell, seconds: float) -> None:
         """One of the first few cycles of a cell."""
+        before_s = cell.mean_s
         cell.first.append(max(seconds, 1e-9))
         cell.mean_s = median(cell.first) if len(cell.first) > 2 else min(cell.first)
         cell.cycles = len(cell.first)
-        self._keep(cell)
-        if len(self._cells) <= _FEW_CELLS:
-            self._fitted_at, self._fitting = self._now, iter(())
+        trend = sum(map(mul, self._features(cell.steps, cell.batch, cell.context), self._weights.tolist()))
+        error = log((cell.mean_s + self._floor) / (trend + self._floor)) if self._floor else 0.0
+        self._keep(cell, error)
+        if not self._floor or abs(error) > _CLIP:  # what is so new cannot wait
             for _ in self._fit():
                 pass
+            self._fitted_at, self._fitting = self._now, None
             self._tables.clear()
-        else:
-            for at in [at for at in self._tables if at[1] == key[2] and batch_bucket(at[0]) == key[1]]:
+        elif len(self._cells) <= _FEW_CELLS:
+            self._fitted_at = -_REFIT  # the next fit is due
+        for at in [at for at in self._tables if at[1] == key[2] and batch_bucket(at[0]) == key[1]]:
+            if before_s:
+                self._tables[at].seconds[self._choices.index(cell.steps)] *= cell.mean_s / before_s
+            else:
                 del self._tables[at]
 
-    def _keep(self, cell: _Cell) -> None:
-        """The cell was seen in this cycle."""
+    def _keep(self, cell: _Cell, error: float) -> None:
+        """The cell was seen in this cycle, and is off what was fitted by that much."""
         cell.at, cell.drift, row = self._now, self._drift, cell.row
-        x = self._features(cell.steps, cell.batch, cell.context)
-        self._x[row] = x
-        self._y[row] = cell.mean_s
-        self._cycles[row] = self._trust[row] = cell.cycles
-        self._at[row] = self._now
-        if self._floor:
-            trend = sum(map(mul, x, self._weight_list))
-            self._errors[row] = log((cell.mean_s + self._floor) / (trend + self._floor))
+        self._seen[:, row] = cell.steps, cell.batch, cell.context, cell.mean_s, cell.cycles, cell.at
+        self._trust[row] = cell.cycles
+        self._errors[row] = error
 
-    def _fit(self) -> Iterator[None]:
+    def work(self) -> None:
+        """A cycle's share of a fit."""
+        if self._fitting is None:
+            if self._now - self._fitted_at < _REFIT:
+                return
+            self._fitting, self._fitted_at = self._fit(), self._now
+        if next(self._fitting, True):
+            self._fitting = None
+
+    def _fit(self) -> Iterator[bool]:
         """Weighted ridge in relative errors; no feature may make a cycle shorter (so it grows with k). What is done
         between two yields is a cycle's share of the work."""
         n = len(self._cells)
-        x, y = self._x[:n], self._y[:n]
-        self._trust[:n] = trust = self._cycles[:n] * np.exp2((self._at[:n] - self._now) / _AGE)
+        steps, batch, context, y, cycles, at = self._seen[:, :n]
+        x = self._x[:n]
+        for column, values in enumerate(self._features(steps, batch, context)):
+            x[:, column] = values
+        yield False
+        self._trust[:n] = trust = cycles * np.exp2((at - self._now) / _AGE)
         size = float(trust @ y / trust.sum())
         floor = 0.02 * size
+        weight = trust / (y + floor) ** 2
+        yield False
         scale = np.maximum(x.max(axis=0), 1e-12)
         a = x / scale  # [cells, features]
-        weighted = (a * (trust / (y + floor) ** 2)[:, None]).T
+        weighted = (a * weight[:, None]).T
+        yield False
         ridge = 0.02 / size**2
         gram = weighted @ a
         gram.flat[:: len(scale) + 1] += ridge
         right = weighted @ y + ridge * np.array(self._prior(size)) * scale  # seconds at the largest value seen
-        yield
+        yield False
         solution = np.linalg.solve(gram, right)
-        free = solution > 0
         for _ in range(2):
             if solution.min() >= 0:
                 break
-            solution = np.zeros(len(scale))
-            solution[free] = np.linalg.solve(gram[free][:, free], right[free])
-            free &= solution > 0
+            yield False
+            held = np.flatnonzero(solution <= 0)
+            gram[held] = gram[:, held] = right[held] = 0.0
+            gram[held, held] = 1.0
+            solution = np.linalg.solve(gram, right)
         weights = np.maximum(solution, 0) / scale
-        yield
-        n = len(self._cells)
-        self._weights, self._weight_list, self._floor = weights, weights.tolist(), floor
-        self._errors[:n] = np.log((self._y[:n] + floor) / (self._x[:n] @ weights + floor))
+        yield False
+        self._weights, self._floor = weights, floor
+        self._errors[:n] = np.log((y + floor) / (x @ weights + floor))
+        if n <= _FEW_CELLS:
+            self._tables.clear()
 
     def _look_up(self, batch: float, context: float) -> "_Table":
         key = (batch, context_bucket(context))
@@ -296,6 +313,7 @@ class CycleCost:
         self._draft = Surface(choices, draft_features, lambda size: [0.0, size / 4, 0.0])
         self._typical_s = 0.0
         self._drafted = False
+        self._turn = False  # the draft's, to work on its fit
 
     def observe(self, steps: int, batch: float, context: float, cycle_s: float, draft_s: float) -> bool:
         """Learns from a cycle. True: cycles have suddenly become faster or slower."""
@@ -308,6 +326,8 @@ class CycleCost:
         if steps:
             self._drafted = True
             self._draft.observe(steps, batch, context, draft_s, floor_s)
+        self._turn = not self._turn
+        (self._draft if self._drafted and self._turn else self._verify).work()
         return jumped
 
     def seconds(self, batch: float, context: float) -> list[float]:

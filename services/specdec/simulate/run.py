@@ -5,10 +5,8 @@ adds or takes would fall on a fixed k just as well. The policy itself sees only 
 """
 
 import random
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -55,9 +53,10 @@ class AcceptLengthK:
         return min(self._max, max(1, int(self._mean + 1.5)))
 
     def observe(self, report: CycleReport) -> None:
-        for accepted, proposed in zip(report.accepted, report.proposed, strict=True):
-            if proposed:
-                self._mean += 0.2 * (accepted + (accepted == proposed) - self._mean)
+        steps, mean = report.steps, self._mean
+        for accepted in report.accepted:
+            mean += 0.2 * (accepted + (accepted == steps) - mean)
+        self._mean = mean
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,12 @@ def play(scenario: Scenario, policy: Policy) -> Run:
     """Runs the scenario's cycles from start to end."""
     profile, rng = scenario.profile, random.Random(scenario.seed)
     caps = SessionCaps() if scenario.trace.hopeless and isinstance(policy, StepPolicy) else None
-    odds = {factor: _odds(profile, factor) for factor in set(scenario.acceptance)}
+    luck = {factor: _Luck(profile, factor, scenario.seed) for factor in set(scenario.acceptance)}
     ends, sums, ks = [0.0], [0.0], [0]
     ordered: deque[int] = deque([0] * profile.lag)
     hiccups = deque(scenario.hiccups_s)
     t, total, realised, noise = 0.0, 0.0, 0.0, profile.noise
-    uniform, gauss = rng.random, rng.gauss
-    limit = scenario.duration_s
+    gauss, limit = rng.gauss, scenario.duration_s
     while t < limit:
         i = int(t / TICK_S)
         batch, context = scenario.batch[i], scenario.context[i]
@@ -91,12 +89,10 @@ def play(scenario: Scenario, policy: Policy) -> Run:
         k = ordered.popleft()
         hopeless = scenario.hopeless(batch)
         asked = range(batch) if caps is None else [s for s in range(batch) if caps.allows(s)]
-        survival, stood = odds[scenario.acceptance[i]]
-        accepted = (
-            [min(k, bisect_left(survival, -uniform())) if s >= hopeless else 0 for s in asked]
-            if k
-            else [0] * len(asked)
-        )
+        lucky = luck[scenario.acceptance[i]]
+        accepted = lucky.stand(k, len(asked)) if k else [0] * len(asked)
+        if hopeless:
+            accepted = [count if s >= hopeless else 0 for s, count in zip(asked, accepted, strict=True)]
         verify, slow = scenario.verify[i], scenario.draft[i]
         wait_ms = profile.draft_wait_ms(len(asked), k, slow)
         ms = profile.cycle_ms(batch, k * len(asked), 0, context, verify, slow) + wait_ms
@@ -105,7 +101,7 @@ def play(scenario: Scenario, policy: Policy) -> Run:
             hiccups.popleft()
             cycle_s += profile.hiccups.ms / 1000
         t += cycle_s
-        total += batch + (sum(s >= hopeless for s in asked) if hopeless else len(asked)) * stood[k]
+        total += batch + (sum(s >= hopeless for s in asked) if hopeless else len(asked)) * lucky.stood[k]
         realised += batch + sum(accepted)
         ends.append(t)
         sums.append(total)
@@ -129,9 +125,24 @@ def play(scenario: Scenario, policy: Policy) -> Run:
     )
 
 
-def _odds(profile: Profile, factor: float) -> tuple[list[float], list[float]]:
-    stood = profile.stood(factor)
-    return [before - after for before, after in pairwise(stood)], stood
+class _Luck:
+    """How many drafts stand under an acceptance, drawn many at a time."""
+
+    _MANY = 1024
+
+    def __init__(self, profile: Profile, factor: float, seed: int) -> None:
+        self.stood = profile.stood(factor)  # expected, by k
+        self._survival = -np.diff(self.stood)  # [max_steps], of the probability that so many stand and more
+        self._rng = np.random.default_rng([seed, round(100 * factor)])
+        self._drawn: list[int] = []
+
+    def stand(self, steps: int, sessions: int) -> list[int]:
+        """Of `steps` drafts, those that stand, by session."""
+        while len(self._drawn) < sessions:
+            self._drawn += np.searchsorted(self._survival, -self._rng.random(self._MANY)).tolist()
+        counts = self._drawn[-sessions:]
+        del self._drawn[-sessions:]
+        return [count if count < steps else steps for count in counts]
 
 
 @dataclass(frozen=True)
