@@ -23,7 +23,7 @@ _CLIP = 0.3  # a cycle further off than this counts as this far: a hiccup must n
 _RUN = 4  # cycles in a row beyond the clip, on one side, that are no hiccup
 _DRIFT = 0.04  # share of a cycle's error that is drift; more would let the error of one bucket pass for it
 _REFIT = 64  # cycles between fits
-_REMAKE = 64  # cycles a table is used for; what is seen of its own place changes it meanwhile
+_REMAKE = 32  # cycles a table is used for; what is seen of its own place changes it meanwhile
 _FEW_CELLS = 12  # up to so many, every new one asks for a fit at once
 _MAX_CELLS = 192
 _SPREAD = 0.6  # how far a bucket's error speaks for others, in doublings of tokens, batch and context
@@ -127,10 +127,10 @@ class Surface:
             self._drift *= 1 + _DRIFT * error
         cell.cycles = min(cell.cycles * 0.5 ** (age / _AGE) + 1, _MEMORY)
         change = 1 + error / cell.cycles
-        cell.mean_s = max(cell.mean_s * change, (cell.mean_s + floor_s) * change - floor_s)
+        before_s, cell.mean_s = cell.mean_s, max(cell.mean_s * change, (cell.mean_s + floor_s) * change - floor_s)
         cell.batch += (batch - cell.batch) / cell.cycles
         cell.context += (context - cell.context) / cell.cycles
-        self._keep(cell, float(self._errors[cell.row]) + error / cell.cycles)
+        self._keep(cell, self._errors[cell.row] + log((cell.mean_s + self._floor) / (before_s + self._floor)))
         if table is not None:
             table.seconds[i] *= change
             table.support[i] += 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec.router.acceptance import SessionCaps
 from specdec.router.measured import CycleReport, StepPolicy
-from specdec.simulate.scenario import TICK_S, Array, Profile, Scenario
+from specdec.simulate.scenario import TICK_S, Array, Scenario
 
 WARM_UP = 200  # cycles that do not count
 WINDOW_S = 10.0
@@ -76,7 +76,7 @@ def play(scenario: Scenario, policy: Policy) -> Run:
     """Runs the scenario's cycles from start to end."""
     profile, rng = scenario.profile, random.Random(scenario.seed)
     caps = SessionCaps() if scenario.trace.hopeless and isinstance(policy, StepPolicy) else None
-    luck = {factor: _Luck(profile, factor, scenario.seed) for factor in set(scenario.acceptance)}
+    luck = {factor: _Luck(scenario, factor) for factor in set(scenario.acceptance)}
     ends, sums, ks = [0.0], [0.0], [0]
     ordered: deque[int] = deque([0] * profile.lag)
     hiccups = deque(scenario.hiccups_s)
@@ -130,18 +130,20 @@ class _Luck:
 
     _MANY = 1024
 
-    def __init__(self, profile: Profile, factor: float, seed: int) -> None:
-        self.stood = profile.stood(factor)  # expected, by k
+    def __init__(self, scenario: Scenario, factor: float) -> None:
+        self.stood = scenario.profile.stood(factor)  # expected, by k
         self._survival = -np.diff(self.stood)  # [max_steps], of the probability that so many stand and more
-        self._rng = np.random.default_rng([seed, round(100 * factor)])
+        name = f"{scenario.profile.name} {scenario.trace.name} {scenario.seed} {factor}"
+        self._rng = np.random.default_rng(list(name.encode()))
         self._drawn: list[int] = []
 
     def stand(self, steps: int, sessions: int) -> list[int]:
         """Of `steps` drafts, those that stand, by session."""
         while len(self._drawn) < sessions:
             self._drawn += np.searchsorted(self._survival, -self._rng.random(self._MANY)).tolist()
-        counts = self._drawn[-sessions:]
-        del self._drawn[-sessions:]
+        first = len(self._drawn) - sessions
+        counts = self._drawn[first:]
+        del self._drawn[first:]
         return [count if count < steps else steps for count in counts]
 
 
