@@ -6,6 +6,7 @@ counts as one that fell, so that what a cycle yields is known by what was ordere
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log, sqrt
 from operator import mul
 
@@ -80,6 +81,7 @@ class Acceptance:
         self._normal, self._cycles = _Normal(self.rates), 0
         self._better = _Page(*_BETTER, self._normal)
         self._worse = [_Page(*worse, self._normal) for worse in _WORSE]
+        self._pattern = [1.0] * max_steps  # the next position's rate over this one's, of when drafts were last good
         self._recent = [0.0, 0.0, 0.0]  # hits, hits expected, their variance: decayed fast
         self._estimate()
 
@@ -112,6 +114,8 @@ class Acceptance:
         self._decay(steps, reached, rare, len(accepted))
         if better or worse:
             page = self._better if better else worse[0]
+            if worse:
+                self._remember(page.normal.rates)
             self._restart(page.normal.rates, page.hits, page.expected, page.cycles)
             return 1 if better else -1
         self._estimate()
@@ -159,7 +163,7 @@ class Acceptance:
         """All positions move as `hits` over `expected` under `rates` say; what was known before hardly counts."""
         ratio = (hits + 0.25) / (expected + 0.25)
         for i, rate in enumerate(rates):
-            self._trials[i] = min(self._trials[i], max(4.0, cycles))
+            self._trials[i] = min(self._trials[i], 4.0 if i else max(4.0, cycles))
             self._hits[i] = min(_BEST, rate * ratio) * self._trials[i]
         self._estimate()
         self._recent = [0.0, 0.0, 0.0]
@@ -167,17 +171,21 @@ class Acceptance:
         for page in (self._better, *self._worse):
             page.clear(self._normal)
 
+    def _remember(self, rates: Sequence[float]) -> None:
+        self._pattern = [after / max(before, 0.01) for before, after in pairwise(rates)] + [1.0]
+
     def _estimate(self) -> None:
-        before, product, total = _FIRST, 1.0, 0.0
+        likely, product, total = _FIRST, 1.0, 0.0
         rates, stood = [], [0.0]
-        for hits, trials in zip(self._hits, self._trials, strict=True):
-            before = (hits + _PRIOR * before) / (trials + _PRIOR)
-            if before > _BEST:
-                before = _BEST
-            product *= before
+        for hits, trials, pattern in zip(self._hits, self._trials, self._pattern, strict=True):
+            rate = (hits + _PRIOR * likely) / (trials + _PRIOR)
+            if rate > _BEST:
+                rate = _BEST
+            product *= rate
             total += product
-            rates.append(before)
+            rates.append(rate)
             stood.append(total)
+            likely = rate * pattern
         self.rates, self.stood = rates, stood
 
 
