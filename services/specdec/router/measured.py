@@ -23,7 +23,7 @@ _ALLOWED_S = 0.02 * _LEDGER_S  # of them, those that may be lost before looking 
 _YOUNG = 150  # cycles of a new policy, in which it may lose _YOUNG_CREDIT plain cycles on looking around
 _YOUNG_CREDIT = 15.0
 _STALE = 1000  # cycles after which a measured cost is as good as none
-_HASTE = 0.1  # share of the evidence for a fall of acceptance that is waived once all that is allowed was lost
+_HASTE = 0.4  # share of the evidence for a fall of acceptance that is waived once all that is allowed was lost
 _REFERENCE = 0.0007  # share of time that may be lost on looking at plain decoding while speculating
 _DOUBT = 0.08  # drift since plain decoding was seen that asks for another look
 _PROMISING = 1.0  # evidence that drafts have become better, from which on probes follow each other
@@ -191,7 +191,7 @@ class StepPolicy:
         makes up for what was lost, but is not saved."""
         self._short_s *= max(0.0, 1 - report.cycle_s / _LEDGER_S)
         if i and self.forecast is not None and self._cycles > _YOUNG:
-            spent = min(report.cycle_s, 2 * self._newest_s[i])  # a hiccup is not the drafts' fault
+            spent = self._newest_s[i]  # XX
             plain_s = self._newest_s[0] * (1 + sum(report.accepted) / report.batch)
             self._short_s = max(0.0, self._short_s + spent - plain_s)
 
