@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 _FIRST = 3  # cycles of a bucket of which the median counts
+_NEW = 1.1  # times what its neighbours say is the most that is believed of a bucket's first cycle
 _MEMORY = 40  # cycles a bucket averages over
 _KNOWN = 15  # cycles after which a bucket can tell drift from its own error
 _CLIP = 0.3  # a cycle further off than this counts as this far: a hiccup must not poison
@@ -112,12 +113,14 @@ class Surface:
         """Learns from a cycle; `floor_s` is what does not matter. True: everything is suddenly faster or slower."""
         self._now += 1
         key = (steps, batch_bucket(batch), context_bucket(context))
-        cell = self._cells.get(key)
-        if cell is None or len(cell.first) < _FIRST:
-            self._begin(key, cell or self._add(key, batch, context), seconds / self._drift)
-            return False
-        table = self._tables.get((batch, key[2]))
+        cell, table = self._cells.get(key), self._tables.get((batch, key[2]))
         i = self._choices.index(steps)
+        if cell is None or len(cell.first) < _FIRST:
+            seconds /= self._drift
+            if cell is None and table is not None and table.support[i] >= _FIRST:
+                seconds = min(seconds, _NEW * table.seconds[i])
+            self._begin(key, cell or self._add(key, batch, context), seconds)
+            return False
         expected = (table.seconds[i] if table is not None else cell.mean_s) * self._drift
         error = (seconds + floor_s) / (expected + floor_s) - 1
         jumped = self._jumped(error)
