@@ -141,6 +141,15 @@ class Acceptance:
         """Evidence, short of proof, that drafts have become better: a log likelihood ratio."""
         return self._better.sum
 
+    def promised(self) -> list[float]:
+        """As `stood`, were the promise true."""
+        odds, stood, product, total = _BETTER[0], [0.0], 1.0, 0.0
+        for rate in self.rates:
+            product *= odds * rate / (1 + rate * (odds - 1))
+            total += product
+            stood.append(total)
+        return stood
+
     def recent(self, widths: float) -> float:
         """What stood lately over what was expected to, and `widths` standard deviations more."""
         hits, expected, variance = self._recent

@@ -158,6 +158,11 @@ class Surface:
         cell = self._cells.get((steps, batch_bucket(batch), context_bucket(context)))
         return 1 << 30 if cell is None else self._now - cell.at
 
+    @property
+    def faster(self) -> bool:
+        """Whether the newest cycle was so much faster than expected that others should show whether it stays so."""
+        return bool(self._run) and self._run[-1] < 0
+
     def _jumped(self, error: float) -> bool:
         if abs(error) <= _CLIP or (self._run and (error > 0) != (self._run[0] > 0)):
             self._run = []
@@ -332,6 +337,11 @@ class CycleCost:
         self._turn = not self._turn
         (self._draft if self._drafted and self._turn else self._verify).work()
         return jumped
+
+    @property
+    def promise(self) -> bool:
+        """Whether drafts have come much faster than expected, though not often enough to be believed."""
+        return self._draft.faster
 
     def seconds(self, batch: float, context: float) -> list[float]:
         """A cycle's expected length by choice; never shorter for more drafts."""

@@ -224,7 +224,8 @@ class StepPolicy:
         if not self._chosen and self._short_s > _ALLOWED_S:
             return None
         if self._credit_s > -_DEBT_CYCLES * self._typical_s:  # what cannot wait until it has been saved for
-            if not self._chosen and self._acceptance.promise > _PROMISING and self._could_pay(rates[0], batch, seconds):
+            promising = self._acceptance.promise > _PROMISING and self._could_pay(rates[0], batch, seconds)
+            if not self._chosen and (promising or self._cost.promise):
                 return 1
             if self._chosen and self._look_at_plain:
                 self._look_at_plain = False
@@ -247,9 +248,10 @@ class StepPolicy:
         return candidate
 
     def _could_pay(self, plain_rate: float, batch: int, seconds: list[float]) -> bool:
-        """Whether drafts that all stand would beat plain decoding at some k."""
+        """Whether drafts as good as they promise to be would beat plain decoding at some k."""
+        stood = self._acceptance.promised()
         pairs = zip(self._choices, seconds, strict=True)
-        return any(batch * (1 + self._share * k) > plain_rate * s for k, s in pairs if k)
+        return any(batch * (1 + self._share * stood[k]) > plain_rate * s for k, s in pairs if k)
 
     def _scout(self, batch: int, context: int, rates: list[float], seconds: list[float]) -> int | None:
         """Where nothing was measured yet, the choice that may be better by the most, for as long as the place's own
