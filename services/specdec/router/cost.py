@@ -139,10 +139,9 @@ class Surface:
             table.support[i] += 1
         return jumped
 
-    def seconds(self, batch: float, context: float) -> list[float]:
-        """By choice."""
-        drift = self._drift
-        return [drift * s for s in self._look_up(batch, context).seconds]
+    def table(self, batch: float, context: float) -> tuple[list[float], float]:
+        """(seconds by choice, without what has drifted; the factor of that)."""
+        return self._look_up(batch, context).seconds, self._drift
 
     def support(self, batch: float, context: float) -> list[float]:
         """By choice: cycles measured there, those nearby counting in part."""
@@ -345,10 +344,11 @@ class CycleCost:
 
     def seconds(self, batch: float, context: float) -> list[float]:
         """A cycle's expected length by choice; never shorter for more drafts."""
-        verify = self._verify.seconds(batch, context)
+        verify, slow = self._verify.table(batch, context)
         if not self._drafted:
-            return [v + 0.05 * k * verify[0] for v, k in zip(verify, self._choices, strict=True)]
-        return [v + d for v, d in zip(verify, self._draft.seconds(batch, context), strict=True)]
+            return [slow * (v + 0.05 * k * verify[0]) for v, k in zip(verify, self._choices, strict=True)]
+        draft, lag = self._draft.table(batch, context)
+        return [slow * v + lag * d for v, d in zip(verify, draft, strict=True)]
 
     def support(self, batch: float, context: float) -> list[float]:
         """By choice: measured cycles that `seconds` rests on."""
