@@ -94,7 +94,8 @@ class Surface:
         self._tokens = np.log2(self._steps + 1) / _SPREAD  # [choices], of one session
         self._cells: dict[_Key, _Cell] = {}
         size = len(features(0, 1.0, 1.0))
-        self._seen = np.zeros((6, _MAX_CELLS))  # steps, batch, context, seconds without drift, cycles, newest cycle
+        self._seen = np.zeros((6, _MAX_CELLS))  # what of a cell the fit reads
+        self._k, self._batch, self._context, self._mean_s, self._cycles, self._at = self._seen
         self._x = np.zeros((_MAX_CELLS, size))  # features, as of the newest fit
         self._trust = np.zeros(_MAX_CELLS)  # cycles, the older the fewer
         self._errors = np.zeros(_MAX_CELLS)  # logarithm of seconds over fitted seconds
@@ -123,12 +124,14 @@ class Surface:
             return False
         expected = (table.seconds[i] if table is not None else cell.mean_s) * self._drift
         error = (seconds + floor_s) / (expected + floor_s) - 1
-        jumped = self._jumped(error)
-        error = max(-_CLIP, min(_CLIP, error))
+        jumped = False
+        if self._run or not -_CLIP <= error <= _CLIP:
+            jumped = self._jumped(error)
+            error = max(-_CLIP, min(_CLIP, error))
         age = self._now - cell.at
         if cell.cycles >= _KNOWN and age < _REFIT:
             self._drift *= 1 + _DRIFT * error
-        cell.cycles = min(cell.cycles * 0.5 ** (age / _AGE) + 1, _MEMORY)
+        cell.cycles = min((cell.cycles if age == 1 else cell.cycles * 0.5 ** (age / _AGE)) + 1, _MEMORY)
         change = 1 + error / cell.cycles
         before_s, cell.mean_s = cell.mean_s, max(cell.mean_s * change, (cell.mean_s + floor_s) * change - floor_s)
         cell.batch += (batch - cell.batch) / cell.cycles
@@ -180,7 +183,7 @@ class Surface:
         cell = self._cells[key] = _Cell(row, key[0], batch, context, 0.0, 0.0, self._now, self._drift)
         self._places[:, row] = log2(batch * (key[0] + 1)), log2(batch), log2(context + 256)
         self._places[:, row] /= _SPREAD
-        self._drafted[row] = key[0] > 0
+        self._k[row], self._drafted[row] = key[0], key[0] > 0
         return cell
 
     def _begin(self, key: _Key, cell: _Cell, seconds: float) -> None:
@@ -208,8 +211,9 @@ class Surface:
     def _keep(self, cell: _Cell, error: float) -> None:
         """The cell was seen in this cycle, and is off what was fitted by that much."""
         cell.at, cell.drift, row = self._now, self._drift, cell.row
-        self._seen[:, row] = cell.steps, cell.batch, cell.context, cell.mean_s, cell.cycles, cell.at
-        self._trust[row] = cell.cycles
+        self._batch[row], self._context[row], self._mean_s[row] = cell.batch, cell.context, cell.mean_s
+        self._cycles[row] = self._trust[row] = cell.cycles
+        self._at[row] = self._now
         self._errors[row] = error
 
     def work(self) -> None:
