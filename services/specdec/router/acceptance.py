@@ -116,7 +116,7 @@ class Acceptance:
             page = self._better if better else worse[0]
             if worse:
                 self._remember(page.normal.rates)
-            self._restart(page.normal.rates, page.hits, page.expected, page.cycles)
+            self._restart(page.normal.rates, page.hits, page.expected, page.cycles, far=1.0 if better else 4.0)
             return 1 if better else -1
         self._estimate()
         self._cycles += 1
@@ -157,7 +157,7 @@ class Acceptance:
 
     def believe_recent(self) -> None:
         """What stood lately is how it is."""
-        self._restart(self.rates, self._recent[0], self._recent[1], _RECENT / 2)
+        self._restart(self.rates, self._recent[0], self._recent[1], _RECENT / 2, far=4.0)
 
     def optimistic(self, widths: float) -> list[float]:
         """As `stood`, with each position `widths` standard deviations better than estimated."""
@@ -168,11 +168,12 @@ class Acceptance:
             stood.append(total)
         return stood
 
-    def _restart(self, rates: Sequence[float], hits: float, expected: float, cycles: float) -> None:
-        """All positions move as `hits` over `expected` under `rates` say; what was known before hardly counts."""
+    def _restart(self, rates: Sequence[float], hits: float, expected: float, cycles: float, far: float) -> None:
+        """All positions move as `hits` over `expected` under `rates` say; what was known before hardly counts. `far`:
+        trials of positions beyond the first that it is worth."""
         ratio = (hits + 0.25) / (expected + 0.25)
         for i, rate in enumerate(rates):
-            self._trials[i] = min(self._trials[i], 4.0 if i else max(4.0, cycles))
+            self._trials[i] = min(self._trials[i], far if i else max(4.0, cycles))
             self._hits[i] = min(_BEST, rate * ratio) * self._trials[i]
         self._estimate()
         self._recent = [0.0, 0.0, 0.0]
