@@ -84,7 +84,7 @@ def test_a_fall_by_half_is_believed_too_and_sooner_where_less_proof_is_asked_for
         return 400
 
     usual, hasty = [[cycles_until_found(proof, seed) for seed in range(20)] for proof in (1.0, 0.6)]
-    assert max(usual) < 300  # not all are found by a test for falls to a quarter
+    assert sorted(usual)[17] < 150  # not so by a test for falls to a quarter
     assert sum(hasty) < 0.8 * sum(usual)
 
 
@@ -117,7 +117,7 @@ def test_with_a_return_the_far_positions_are_to_the_first_as_they_were():
             if acceptance.observe(1, draft(rng, 1, 0.3), rare=True) > 0:
                 break
         believed.append(acceptance.rates[1])
-    assert sum(believed) / len(believed) > 0.5  # though only the first was tried
+    assert sum(believed) / len(believed) > 0.33  # though only the first was tried; 0.22 without a memory
 
 
 def test_a_promise_says_what_it_would_yield():

@@ -61,9 +61,7 @@ class _Page:
         `proof`: the share of the alarm's evidence that is enough."""
         self.sum += self._tilt * hits - sum(map(mul, tried, self._norms))
         if self.sum <= 0:
-            if self.cycles or self.normal is not normal:
-                self.clear(normal)
-            self.sum = 0.0
+            self.clear(normal)
             return False
         self.hits += hits
         self.expected += sum(map(mul, tried, self.normal.rates))
@@ -182,6 +180,7 @@ class Acceptance:
             page.clear(self._normal)
 
     def _remember(self, rates: Sequence[float]) -> None:
+        """Drafts were that good before they fell: far positions, hardly tried from now on, stay to the first as here."""
         self._pattern = [after / max(before, 0.01) for before, after in pairwise(rates)] + [1.0]
 
     def _estimate(self) -> None:

@@ -299,7 +299,7 @@ class Surface:
                 error[i] = (cycles * float(self._errors[cell.row]) + _FEW * error[i]) / (cycles + _FEW)
                 support[i] += cycles
         trend = (mine @ self._weights).tolist()
-        seconds = [max(0.0, (t + floor) * exp(e) - floor) for t, e in zip(trend, error, strict=True)]
+        seconds = [max(1e-9, (t + floor) * exp(e) - floor) for t, e in zip(trend, error, strict=True)]
         return _Table(_ascending(seconds, [s + 0.05 for s in support]), support, self._now)
 
 

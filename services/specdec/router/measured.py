@@ -26,8 +26,8 @@ _STALE = 1000  # cycles after which a measured cost is as good as none
 _HASTE = 0.4  # share of the evidence for a fall of acceptance that is waived once all that is allowed was lost
 _REFERENCE = 0.0007  # share of time that may be lost on looking at plain decoding while speculating
 _DOUBT = 0.08  # drift since plain decoding was seen that asks for another look
-_WORTH = 1.05  # times plain decoding is what such drafts must give
 _PROMISING = 1.0  # evidence that drafts have become better, from which on probes follow each other
+_WORTH = 1.05  # ... if drafts as good as that would give so many times plain decoding's tokens
 
 
 @dataclass(frozen=True)
@@ -195,9 +195,9 @@ class StepPolicy:
         makes up for what was lost, but is not saved."""
         self._short_s *= max(0.0, 1 - report.cycle_s / _LEDGER_S)
         if i and self._rates and self._cycles > _YOUNG:
-            spent = self._newest_s[i]  # XX
+            spent_s = self._newest_s[i]  # as expected: what chance adds to a cycle is not the drafts' fault
             plain_s = self._newest_s[0] * (1 + sum(report.accepted) / report.batch)
-            self._short_s = max(0.0, self._short_s + spent - plain_s)
+            self._short_s = max(0.0, self._short_s + spent_s - plain_s)
 
     def _reconsider(self, rates: list[float], best: int) -> None:
         """Changes the choice where the gain is worth it: a little after a while, or a lot at once."""

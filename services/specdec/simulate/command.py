@@ -100,7 +100,16 @@ def simulate(argv: list[str]) -> int:
             print(_line(row), flush=True)
     missed = {f"{row.profile}, {row.trace}": row.missed for row in rows if row.missed}
     if settings.json_:
-        print(json.dumps({"first_seed": settings.first_seed, "seeds": settings.seeds, "rows": [asdict(row) for row in rows], "missed": missed}))
+        print(
+            json.dumps(
+                {
+                    "first_seed": settings.first_seed,
+                    "seeds": settings.seeds,
+                    "rows": [asdict(row) for row in rows],
+                    "missed": missed,
+                }
+            )
+        )
     elif settings.check:
         print("\n".join(f"missed: {name}: {'; '.join(what)}" for name, what in missed.items()) or "all reached")
     return 1 if settings.check and missed else 0
