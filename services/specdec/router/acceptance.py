@@ -180,7 +180,8 @@ class Acceptance:
             page.clear(self._normal)
 
     def _remember(self, rates: Sequence[float]) -> None:
-        """Drafts were that good before they fell: far positions, hardly tried from now on, stay to the first as here."""
+        """Drafts were that good before they fell: far positions, hardly tried from now on, are expected to stay to the
+        first as they are here."""
         self._pattern = [after / max(before, 0.01) for before, after in pairwise(rates)] + [1.0]
 
     def _estimate(self) -> None:

@@ -1,7 +1,7 @@
 """One run: a policy drives a scenario's cycles, and is scored against every fixed k.
 
-Scores are in expected tokens of the cycles run, given their k, against what a fixed k would be expected to make of the
-same time: what luck adds or takes, in drafts accepted or in milliseconds, would fall on a fixed k just as well. (Against
+Scores are in expected tokens of the cycles run, given their k, against what a fixed k is expected to make of the same
+time: what luck adds or takes, in drafts accepted or in milliseconds, would fall on a fixed k just as well. (Against a
 plain decoding with luck of its own, plain decoding itself loses 7 % in some 10 s.) The policy sees only what happened.
 """
 
