@@ -165,6 +165,11 @@ class Surface:
         """Whether the newest cycle was so much faster than expected that others should show whether it stays so."""
         return bool(self._run) and self._run[-1] < 0
 
+    def cycles(self, steps: int, batch: float, context: float) -> float:
+        """How many cycles what is known of `steps` here rests on."""
+        cell = self._cells.get((steps, batch_bucket(batch), context_bucket(context)))
+        return 0.0 if cell is None else cell.cycles
+
     def _jumped(self, error: float) -> bool:
         if abs(error) <= _CLIP or (self._run and (error > 0) != (self._run[0] > 0)):
             self._run = []
@@ -365,3 +370,7 @@ class CycleCost:
     def age(self, steps: int, batch: float, context: float) -> int:
         """Cycles since `steps` was seen here."""
         return self._verify.age(steps, batch, context)
+
+    def cycles(self, steps: int, batch: float, context: float) -> float:
+        """How many cycles what is known of `steps` here rests on."""
+        return self._verify.cycles(steps, batch, context)

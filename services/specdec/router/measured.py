@@ -25,6 +25,8 @@ _YOUNG_CREDIT = 15.0
 _STALE = 1000  # cycles after which a measured cost is as good as none
 _HASTE = 0.4  # share of the evidence for a fall of acceptance that is waived once all that is allowed was lost
 _REFERENCE = 0.0007  # share of time that may be lost on looking at plain decoding while speculating
+_FEW_LOOKS = 20.0  # looks at plain decoding at which twice that may be lost where ...
+_CLOSE = 0.08  # ... it would be slower by no more than this share
 _DOUBT = 0.08  # drift since plain decoding was seen that asks for another look
 _PROMISING = 1.0  # evidence that drafts have become better, from which on probes follow each other
 _WORTH = 1.05  # ... if drafts as good as that would give so many times plain decoding's tokens
@@ -244,7 +246,7 @@ class StepPolicy:
             return scout
         if self._wait > 0:
             return None
-        if self._chosen and self._loss_s(0) < _REFERENCE * self._typical_s * self._cost.age(0, batch, context):
+        if self._chosen and self._loss_s(0) < self._reference_s(batch, context):
             self._wait = self._random.randint(8, 16)
             return 0  # costs next to nothing, and all else is measured against it
         if self._credit_s <= 0:
@@ -255,6 +257,14 @@ class StepPolicy:
         often = self._cycles < _YOUNG or not self._chosen
         self._wait = self._random.randint(3, 6) if often else self._random.randint(8, 16)
         return candidate
+
+    def _reference_s(self, batch: int, context: int) -> float:
+        """What a look at plain decoding may lose now: the more, the longer ago the last one was, and where the choice
+        hangs on it, the fewer there were."""
+        allowed_s = _REFERENCE * self._typical_s * self._cost.age(0, batch, context)
+        if self._loss_s(0) < _CLOSE * self._newest_s[0]:
+            allowed_s *= 1 + _FEW_LOOKS / (1 + self._cost.cycles(0, batch, context))
+        return allowed_s
 
     def _could_pay(self, plain_rate: float, batch: int, seconds: list[float]) -> bool:
         """Whether drafts as good as they promise to be would beat plain decoding at some k."""
