@@ -21,6 +21,7 @@ _NEW = 1.1  # times what its neighbours say is the most that is believed of a bu
 _MEMORY = 40  # cycles a bucket averages over
 _KNOWN = 15  # cycles after which a bucket can tell drift from its own error
 _CLIP = 0.3  # a cycle further off than this counts as this far: a hiccup must not poison
+_ALONE = 0.05  # ... and as this far if the one before in its bucket was not
 _RUN = 4  # cycles in a row beyond the clip, on one side, that are no hiccup
 _DRIFT = 0.04  # share of a cycle's error that is drift; more would let the error of one bucket pass for it
 _REFIT = 64  # cycles between fits
@@ -69,6 +70,7 @@ class _Cell:
     cycles: float
     at: int  # newest cycle
     drift: float  # at that cycle
+    far: bool = False  # the newest cycle was beyond the clip
     first: list[float] = field(default_factory=list)  # the first few cycles, of which one may be a hiccup
 
 
@@ -124,12 +126,14 @@ class Surface:
             return False
         expected = (table.seconds[i] if table is not None else cell.mean_s) * self._drift
         error = (seconds + floor_s) / (expected + floor_s) - 1
-        jumped = False
-        if self._run or not -_CLIP <= error <= _CLIP:
-            jumped = self._jumped(error)
-            error = max(-_CLIP, min(_CLIP, error))
         age = self._now - cell.at
-        if cell.cycles >= _KNOWN and age < _REFIT:
+        known = cell.cycles >= _KNOWN and age < _REFIT  # what is off is not the bucket
+        jumped = known and self._jumped(error)
+        far, cell.far = cell.far, not -_CLIP <= error <= _CLIP
+        if cell.far:
+            most = _CLIP if far else _ALONE
+            error = max(-most, min(most, error))
+        if known:
             self._drift *= 1 + _DRIFT * error
         cell.cycles = min((cell.cycles if age == 1 else cell.cycles * 0.5 ** (age / _AGE)) + 1, _MEMORY)
         change = 1 + error / cell.cycles
