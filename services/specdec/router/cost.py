@@ -124,25 +124,24 @@ class Surface:
                 seconds = min(seconds, _NEW * table.seconds[i])
             self._begin(key, cell or self._add(key, batch, context), seconds)
             return False
-        expected = (table.seconds[i] if table is not None else cell.mean_s) * self._drift
-        error = (seconds + floor_s) / (expected + floor_s) - 1
+        own = (seconds + floor_s) / (cell.mean_s * self._drift + floor_s) - 1
+        error = own if table is None else (seconds + floor_s) / (table.seconds[i] * self._drift + floor_s) - 1
         age = self._now - cell.at
         known = cell.cycles >= _KNOWN and age < _REFIT  # what is off is not the bucket
         jumped = known and self._jumped(error)
         far, cell.far = cell.far, not -_CLIP <= error <= _CLIP
-        if cell.far:
-            most = _CLIP if far else _ALONE
-            error = max(-most, min(most, error))
+        most = _ALONE if cell.far and not far else _CLIP
+        error, own = max(-most, min(most, error)), max(-most, min(most, own))
         if known:
             self._drift *= 1 + _DRIFT * error
         cell.cycles = min((cell.cycles if age == 1 else cell.cycles * 0.5 ** (age / _AGE)) + 1, _MEMORY)
-        change = 1 + error / cell.cycles
+        change = 1 + own / cell.cycles
         before_s, cell.mean_s = cell.mean_s, max(cell.mean_s * change, (cell.mean_s + floor_s) * change - floor_s)
         cell.batch += (batch - cell.batch) / cell.cycles
         cell.context += (context - cell.context) / cell.cycles
         self._keep(cell, self._errors[cell.row] + log((cell.mean_s + self._floor) / (before_s + self._floor)))
         if table is not None:
-            table.seconds[i] *= change
+            table.seconds[i] *= 1 + error / cell.cycles
             table.support[i] += 1
         return jumped
 
