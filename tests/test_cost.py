@@ -75,6 +75,24 @@ def test_nor_does_one_where_nothing_was_measured_but_the_neighbours_were():
     assert cost.seconds(10, 1000)[2] > 2 * verify_s(2, 10)
 
 
+def test_a_bucket_hardly_known_does_not_make_all_others_slower():
+    cost = measured()
+    before = cost.seconds(8, 1000)
+    for i in range(12):
+        cost.seconds(64, 1000)
+        assert not see(cost, 1, 64, factor=1 if i < 4 else 3)
+    assert cost.seconds(8, 1000) == pytest.approx(before, rel=0.1)
+
+
+def test_nor_does_one_that_is_unlike_its_neighbours_pass_for_drift():
+    cost = measured(batches=(1, 8, 12, 32))
+    before = cost.seconds(8, 1000)
+    for _ in range(200):
+        cost.seconds(10, 1000)  # as the policy does before each cycle
+        see(cost, 2, 10, factor=1.6)
+    assert cost.seconds(8, 1000) == pytest.approx(before, rel=0.12)
+
+
 def test_a_draft_that_comes_much_faster_promises_something_until_it_is_believed():
     cost = measured(draft_step_s=0.005)
     assert not cost.promise

@@ -128,12 +128,12 @@ class Surface:
         error = own if table is None else (seconds + floor_s) / (table.seconds[i] * self._drift + floor_s) - 1
         age = self._now - cell.at
         known = cell.cycles >= _KNOWN and age < _REFIT  # what is off is not the bucket
-        jumped = known and self._jumped(error)
-        far, cell.far = cell.far, not -_CLIP <= error <= _CLIP
+        jumped = known and self._jumped(own)
+        far, cell.far = cell.far, not -_CLIP <= own <= _CLIP
         most = _ALONE if cell.far and not far else _CLIP
         error, own = max(-most, min(most, error)), max(-most, min(most, own))
         if known:
-            self._drift *= 1 + _DRIFT * error
+            self._drift *= 1 + _DRIFT * own
         cell.cycles = min((cell.cycles if age == 1 else cell.cycles * 0.5 ** (age / _AGE)) + 1, _MEMORY)
         change = 1 + own / cell.cycles
         before_s, cell.mean_s = cell.mean_s, max(cell.mean_s * change, (cell.mean_s + floor_s) * change - floor_s)
