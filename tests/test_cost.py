@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specdec.router.cost import CycleCost, batch_bucket, context_bucket
+from specdec.router.cost import CycleCost, Surface, batch_bucket, context_bucket
 
 CHOICES = (0, 1, 2, 3, 4, 5)
 
@@ -63,6 +63,61 @@ def test_nor_does_one_in_a_buckets_first_cycles():
     for factor in (1, 20, 1):
         see(cost, 2, 16, factor=factor)
     assert cost.seconds(16, 1000)[2] == pytest.approx(verify_s(2, 16) + 0.002, rel=0.1)
+
+
+def test_nor_does_one_where_nothing_was_measured_but_the_neighbours_were():
+    cost = measured(batches=(1, 8, 12, 32))
+    cost.seconds(10, 1000)
+    see(cost, 2, 10, factor=20)
+    assert cost.seconds(10, 1000)[2] == pytest.approx(verify_s(2, 10) + 0.002, rel=0.15)
+    for _ in range(2):  # a second and a third say that it was none
+        see(cost, 2, 10, factor=20)
+    assert cost.seconds(10, 1000)[2] > 2 * verify_s(2, 10)
+
+
+def test_a_bucket_hardly_known_does_not_make_all_others_slower():
+    cost = measured()
+    before = cost.seconds(8, 1000)
+    for i in range(12):
+        cost.seconds(64, 1000)
+        assert not see(cost, 1, 64, factor=1 if i < 4 else 3)
+    assert cost.seconds(8, 1000) == pytest.approx(before, rel=0.1)
+
+
+def test_nor_does_one_that_is_unlike_its_neighbours_pass_for_drift():
+    cost = measured(batches=(1, 8, 12, 32))
+    before = cost.seconds(8, 1000)
+    for _ in range(200):
+        cost.seconds(10, 1000)  # as the policy does before each cycle
+        see(cost, 2, 10, factor=1.6)
+    assert cost.seconds(8, 1000) == pytest.approx(before, rel=0.12)
+
+
+def test_a_draft_that_comes_much_faster_promises_something_until_it_is_believed():
+    cost = measured(draft_step_s=0.005)
+    assert not cost.promise
+    for expected in (True, True, True, False):
+        see(cost, 1, 8, draft_step_s=0.001)
+        assert cost.promise == expected
+    assert cost.seconds(8, 1000)[5] == pytest.approx(verify_s(5, 8) + 0.005, rel=0.15)
+    see(cost, 1, 8, draft_step_s=0.01)
+    assert not cost.promise
+
+
+def test_a_cycle_does_a_small_share_of_one_fit(monkeypatch):
+    cost, shares, fit = measured(), [], Surface._fit
+
+    def counted(surface):
+        for step in fit(surface):
+            shares[-1] += 1
+            yield step
+
+    monkeypatch.setattr(Surface, "_fit", counted)
+    for i in range(300):
+        shares.append(0)
+        see(cost, i % 6, 8)
+    assert max(shares) == 1
+    assert sum(shares) >= 2 * 3 * 5  # both surfaces, every 64 cycles or so, in five shares at least
 
 
 def test_a_slower_draft_is_noticed_for_every_k_at_once():

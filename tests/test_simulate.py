@@ -9,7 +9,7 @@ import pytest
 from specdec.cli import main
 from specdec.errors import SettingsError
 from specdec.router.measured import CycleReport, StepPolicy
-from specdec.simulate.command import FOUNDING, PHASE, TOTAL, run_seeds
+from specdec.simulate.command import FOUNDING, PHASE, TOTAL, WINDOW, run_seeds
 from specdec.simulate.run import AcceptLengthK, FixedK, Hindsight, play
 from specdec.simulate.scenario import Profile, Scenario, load_profile, load_trace, shipped
 
@@ -48,6 +48,16 @@ def test_a_fixed_k_yields_what_hindsight_expects_of_it(k):
     assert run.tokens[-1] == pytest.approx(expected[-1], rel=0.01)
     assert run.realised == pytest.approx(expected[-1], rel=0.03)
     assert np.interp(40, np.arange(len(expected)) / 10, run.tokens) == pytest.approx(expected[400], rel=0.02)
+
+
+@pytest.mark.parametrize("trace", ["bursts", "load-sawtooth", "acceptance-steps"])
+def test_plain_decoding_scores_one_in_every_ten_seconds(trace):
+    one = scenario("cpu", trace)
+    score = Hindsight(one).score(play(one, FixedK(0)))
+    assert score.of_plain == pytest.approx(1)
+    assert score.of_plain_window == pytest.approx(1, abs=1e-3)
+    other = Hindsight(one).score(play(one, FixedK(8)))
+    assert other.of_plain_window < 0.99
 
 
 def test_the_founding_case_is_the_one_that_was_measured():
@@ -93,11 +103,11 @@ def test_orders_take_effect_after_the_lag():
 @pytest.mark.parametrize("profile", shipped("profiles"))
 @pytest.mark.parametrize("trace", ["steady", "acceptance-steps", "load-sawtooth"])
 def test_it_is_never_slower_than_plain_decoding_and_near_the_best_fixed_k(profile, trace):
-    row = run_seeds(profile, trace, 2)
+    row = run_seeds(profile, trace, range(2))
     assert row.of_plain >= TOTAL
-    assert row.of_plain_window >= 0.965  # two seeds may be the unlucky ones
+    assert row.of_plain_window >= WINDOW
     assert row.of_best >= PHASE
-    assert row.of_best_phase >= 0.95
+    assert row.of_best_phase >= 0.955  # two seeds may be the unlucky ones
     assert row.auto >= FOUNDING.get(profile, 0) or trace != "steady"
 
 
@@ -165,8 +175,9 @@ def test_own_files_json_and_a_goal_that_is_missed(tmp_path, capsys):
     trace = tmp_path / "short.yaml"
     trace.write_text("duration_s: 12\nphase_s: 0.5\n")
     argv = ["simulate", "--profiles", str(profile), "--traces", str(trace), "--seeds", "1", "--jobs", "1"]
-    assert main([*argv, "--json", "--check"]) in (0, 1)
+    assert main([*argv, "--first-seed", "3", "--json", "--check"]) in (0, 1)
     result = json.loads(capsys.readouterr().out)
+    assert (result["first_seed"], result["seeds"]) == (3, 1)
     assert result["rows"][0]["profile"] == "erratic"
     assert result["rows"][0]["fixed"][0] == pytest.approx(100, rel=0.02)
 

@@ -13,7 +13,7 @@ from specdec.router.cost import CycleCost
 
 _SWEEP = 3  # cycles that k = 0, `start` and the smallest k get at the very beginning
 _CREDIT_CYCLES = 2.5  # cycles' worth of time a policy may have saved up for probes
-_DEBT_CYCLES = 8.0  # ... or have spent before it was earned, on a probe that promises much
+_DEBT_CYCLES = 4.0  # ... or have spent before it was earned, on a probe that promises much
 _UNSEEN = 0.4  # share by which a cycle's length may be overestimated where nothing was measured
 _SCOUTING = 2.5  # plain cycles that may be lost on finding that out, in each doubling of the batch
 _WIDTHS = 1.5  # standard deviations by which acceptance may be better than it looks, where trying is concerned
@@ -23,10 +23,13 @@ _ALLOWED_S = 0.02 * _LEDGER_S  # of them, those that may be lost before looking 
 _YOUNG = 150  # cycles of a new policy, in which it may lose _YOUNG_CREDIT plain cycles on looking around
 _YOUNG_CREDIT = 15.0
 _STALE = 1000  # cycles after which a measured cost is as good as none
-_HASTE = 0.1  # share of the evidence for a fall of acceptance that is waived once all that is allowed was lost
+_HASTE = 0.4  # share of the evidence for a fall of acceptance that is waived once all that is allowed was lost
 _REFERENCE = 0.0007  # share of time that may be lost on looking at plain decoding while speculating
+_FEW_LOOKS = 20.0  # looks at plain decoding at which twice that may be lost where ...
+_CLOSE = 0.08  # ... it would be slower by no more than this share
 _DOUBT = 0.08  # drift since plain decoding was seen that asks for another look
 _PROMISING = 1.0  # evidence that drafts have become better, from which on probes follow each other
+_WORTH = 1.05  # ... if drafts as good as that would give so many times plain decoding's tokens
 
 
 @dataclass(frozen=True)
@@ -113,21 +116,33 @@ class StepPolicy:
         self._allowances: dict[int, float] = {}  # seconds, by doubling of the batch
         self._wait = 0  # cycles until the next probe may start
         self._look_at_plain = False
-        self._newest_s: list[float] = []  # a cycle of each choice, when last asked
-        self._losses_s: list[float] = []  # of it, what the choice loses against the chosen one
+        self._batch = self._context = 0  # when last asked
+        self._newest_s: list[float] = []  # a cycle of each choice, likewise
+        self._rates: list[float] = []  # tokens a second of each, likewise
         self._typical_s = 0.0
         self._short_s = 0.0  # lost against plain decoding in the last _LEDGER_S
-        self.forecast: Forecast | None = None  # of the newest choice
         self.probes = 0  # cycles ordered to learn, not to gain
         self.switches = 0
 
+    @property
+    def forecast(self) -> Forecast | None:
+        """Of the newest choice, once there has been one."""
+        if not self._rates:
+            return None
+        rates, seconds = self._rates, self._newest_s
+        best = rates.index(max(rates[1:] or rates), min(1, len(rates) - 1))
+        chosen = self._choices[self._chosen], rates[self._chosen]
+        return Forecast(
+            self._batch, self._context, *chosen, self._choices[best], rates[best], seconds[best], seconds[0]
+        )
+
     def due(self, steps: int) -> tuple[float, float]:
         """(drafts expected to stand in a session's cycle of k, share of them that pays for what the drafts cost)."""
-        if self.forecast is None or steps not in self._choices or not steps:
+        if not self._rates or steps not in self._choices or not steps:
             return 0.0, 0.0
-        i, f = self._choices.index(steps), self.forecast
-        extra_s = max(0.0, self._newest_s[i] - f.plain_cycle_s)
-        return self._acceptance.stood[steps], extra_s * f.rate / f.batch / self._acceptance.stood[steps]
+        extra_s = max(0.0, self._newest_s[self._choices.index(steps)] - self._newest_s[0])
+        stood = self._acceptance.stood[steps]
+        return stood, extra_s * self._rates[self._chosen] / self._batch / stood
 
     def steps(self, batch: int, context: int) -> int:
         """k for the next cycle of `batch` decoding sessions with `context` tokens each on average."""
@@ -137,19 +152,10 @@ class StepPolicy:
             return self._choices[self._chosen]
         seconds = self._newest_s = self._cost.seconds(batch, context)
         stood, share = self._acceptance.stood, self._share
-        rates = [batch * (1 + share * stood[k]) / s for k, s in zip(self._choices, seconds, strict=True)]
-        best = max(range(len(rates)), key=rates.__getitem__)
-        self._reconsider(rates, best)
-        now = self._chosen
-        k = self._choices[now]
-        rate = max(rates[now], 1e-9)
-        drafted = max(range(1, len(rates)), key=rates.__getitem__) if len(rates) > 1 else 0
-        self.forecast = Forecast(
-            batch, context, k, rate, self._choices[drafted], rates[drafted], seconds[drafted], seconds[0]
-        )
-        self._losses_s = [
-            s - batch * (1 + share * stood[k]) / rate for k, s in zip(self._choices, seconds, strict=True)
-        ]
+        rates = self._rates = [batch * (1 + share * stood[k]) / s for k, s in zip(self._choices, seconds, strict=True)]
+        self._batch, self._context = batch, context
+        self._reconsider(rates, rates.index(max(rates)))
+        k = self._choices[self._chosen]
         probe = self._probe(batch, context, rates, seconds)
         if probe is None:
             return k
@@ -165,9 +171,9 @@ class StepPolicy:
         i = self._choices.index(report.steps)
         self._typical_s += (report.cycle_s - self._typical_s) * (0.05 if self._typical_s else 1)
         self._credit_s += self._budget * report.cycle_s
-        if i != self._chosen and self.forecast is not None:
+        if i != self._chosen and self._rates:
             spent = min(report.cycle_s, 2 * self._newest_s[i])  # a hiccup is not the probe's fault
-            self._credit_s -= spent - (report.batch + sum(report.accepted)) / self.forecast.rate
+            self._credit_s -= spent - (report.batch + sum(report.accepted)) / self._rates[self._chosen]
         self._cycles += 1
         self._enter(i, report)
         if self._cycles == 2:
@@ -190,10 +196,10 @@ class StepPolicy:
         """The ledger: what cycles with drafts took longer than plain ones for as many tokens would have. What is won
         makes up for what was lost, but is not saved."""
         self._short_s *= max(0.0, 1 - report.cycle_s / _LEDGER_S)
-        if i and self.forecast is not None and self._cycles > _YOUNG:
-            spent = min(report.cycle_s, 2 * self._newest_s[i])  # a hiccup is not the drafts' fault
+        if i and self._rates and self._cycles > _YOUNG:
+            spent_s = self._newest_s[i]  # as expected: what chance adds to a cycle is not the drafts' fault
             plain_s = self._newest_s[0] * (1 + sum(report.accepted) / report.batch)
-            self._short_s = max(0.0, self._short_s + spent - plain_s)
+            self._short_s = max(0.0, self._short_s + spent_s - plain_s)
 
     def _reconsider(self, rates: list[float], best: int) -> None:
         """Changes the choice where the gain is worth it: a little after a while, or a lot at once."""
@@ -210,6 +216,11 @@ class StepPolicy:
             self._chosen, self._since = best, 0
             self.switches += 1
 
+    def _loss_s(self, i: int) -> float:
+        """What a cycle of another choice loses against the chosen one."""
+        rates = self._rates
+        return self._newest_s[i] * (1 - rates[i] / max(rates[self._chosen], 1e-9))
+
     def _losing(self, rates: list[float]) -> bool:
         """Whether drafts have lately stood so rarely that plain decoding is faster, chance allowed for."""
         stood = self._share * self._acceptance.stood[self._choices[self._chosen]]
@@ -224,7 +235,8 @@ class StepPolicy:
         if not self._chosen and self._short_s > _ALLOWED_S:
             return None
         if self._credit_s > -_DEBT_CYCLES * self._typical_s:  # what cannot wait until it has been saved for
-            if not self._chosen and self._acceptance.promise > _PROMISING and self._could_pay(rates[0], batch, seconds):
+            promising = self._acceptance.promise > _PROMISING and self._could_pay(rates[0], batch, seconds)
+            if not self._chosen and (promising or self._cost.promise):
                 return 1
             if self._chosen and self._look_at_plain:
                 self._look_at_plain = False
@@ -234,22 +246,31 @@ class StepPolicy:
             return scout
         if self._wait > 0:
             return None
-        if self._chosen and self._losses_s[0] < _REFERENCE * self._typical_s * self._cost.age(0, batch, context):
+        if self._chosen and self._loss_s(0) < self._reference_s(batch, context):
             self._wait = self._random.randint(8, 16)
             return 0  # costs next to nothing, and all else is measured against it
         if self._credit_s <= 0:
             return None
         candidate = self._candidate(batch, context, rates, seconds)
-        if candidate is None or self._credit_s < self._losses_s[candidate]:
+        if candidate is None or self._credit_s < self._loss_s(candidate):
             return None
         often = self._cycles < _YOUNG or not self._chosen
         self._wait = self._random.randint(3, 6) if often else self._random.randint(8, 16)
         return candidate
 
+    def _reference_s(self, batch: int, context: int) -> float:
+        """What a look at plain decoding may lose now: the more, the longer ago the last one was, and where the choice
+        hangs on it, the fewer there were."""
+        allowed_s = _REFERENCE * self._typical_s * self._cost.age(0, batch, context)
+        if self._loss_s(0) < _CLOSE * self._newest_s[0]:
+            allowed_s *= 1 + _FEW_LOOKS / (1 + self._cost.cycles(0, batch, context))
+        return allowed_s
+
     def _could_pay(self, plain_rate: float, batch: int, seconds: list[float]) -> bool:
-        """Whether drafts that all stand would beat plain decoding at some k."""
+        """Whether drafts as good as they promise to be would beat plain decoding at some k."""
+        stood = self._acceptance.promised()
         pairs = zip(self._choices, seconds, strict=True)
-        return any(batch * (1 + self._share * k) > plain_rate * s for k, s in pairs if k)
+        return any(batch * (1 + self._share * stood[k]) > _WORTH * plain_rate * s for k, s in pairs if k)
 
     def _scout(self, batch: int, context: int, rates: list[float], seconds: list[float]) -> int | None:
         """Where nothing was measured yet, the choice that may be better by the most, for as long as the place's own
@@ -259,13 +280,15 @@ class StepPolicy:
         if left <= 0:
             return None
         support, now = self._cost.support(batch, context), self._chosen
+        if min(support) >= 3:
+            return None
         hope = [rate / (1 - _UNSEEN / (1 + n)) if n < 3 else 0.0 for rate, n in zip(rates, support, strict=True)]
         hope[now] = 0.0
         known = max((i for i, n in enumerate(support) if n >= 1), default=0)
         best = max(range(min(len(hope), 2 * known + 2)), key=hope.__getitem__)  # not far beyond what is known
         if hope[best] <= rates[now] * (1 + self._margin):
             return None
-        self._allowances[bucket] = left - max(self._losses_s[best], 0.1 * seconds[0])
+        self._allowances[bucket] = left - max(self._loss_s(best), 0.1 * seconds[0])
         return best
 
     def _candidate(self, batch: int, context: int, rates: list[float], seconds: list[float]) -> int | None:
@@ -277,7 +300,7 @@ class StepPolicy:
             best, best_score = 1, 0.0
             for i, k in enumerate(self._choices[1:], 1):
                 gain = batch * (1 + self._share * hoped[k]) / seconds[i] / rate - 1
-                score = gain / (max(self._losses_s[i], 0.0) + 0.1 * seconds[0])
+                score = gain / (max(self._loss_s(i), 0.0) + 0.1 * seconds[0])
                 if score > best_score:
                     best, best_score = i, score
             return best
@@ -288,7 +311,7 @@ class StepPolicy:
             age = min(self._cost.age(k, batch, context), _STALE)
             doubt = 0.02 + min(0.2, 0.5 * self._cost.doubt(k, batch, context) + 0.03 * age / _STALE)
             hope = batch * (1 + self._share * hoped[k]) / (seconds[i] * (1 - doubt)) / rate
-            score = age / _STALE - self._losses_s[i] / self._typical_s
+            score = age / _STALE - self._loss_s(i) / self._typical_s
             if hope > 1 and score > best_score:
                 found, best_score = i, score
         return found

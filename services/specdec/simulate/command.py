@@ -33,6 +33,7 @@ class SimulateSettings(Settings):
     profiles: list[str] = Field([], description=f"files, or names: {', '.join(shipped('profiles'))}; default all")
     traces: list[str] = Field([], description=f"files, or names: {', '.join(shipped('traces'))}; default all")
     seeds: int = Field(5, ge=1, le=1000, description="runs of each profile and trace")
+    first_seed: int = Field(0, ge=0, description="of those runs, the first's")
     jobs: int = Field(os.cpu_count() or 1, ge=1, le=256, description="processes")
     check: CliImplicitFlag[bool] = Field(
         False,
@@ -87,25 +88,34 @@ def simulate(argv: list[str]) -> int:
     for profile, trace in pairs:  # what cannot be read is said before anything runs
         load_profile(profile), load_trace(trace)
     if settings.plot is not None:
-        scenario = Scenario.make(load_profile(pairs[0][0]), load_trace(pairs[0][1]), 0)
+        scenario = Scenario.make(load_profile(pairs[0][0]), load_trace(pairs[0][1]), settings.first_seed)
         policy = StepPolicy(scenario.profile.max_steps)
         settings.plot.write_text(draw(scenario, Hindsight(scenario), play(scenario, policy)))
     rows = []
     if not settings.json_:
         print(_HEAD, flush=True)
-    for row in _rows(pairs, settings.seeds, settings.jobs):
+    for row in _rows(pairs, range(settings.first_seed, settings.first_seed + settings.seeds), settings.jobs):
         rows.append(row)
         if not settings.json_:
             print(_line(row), flush=True)
     missed = {f"{row.profile}, {row.trace}": row.missed for row in rows if row.missed}
     if settings.json_:
-        print(json.dumps({"seeds": settings.seeds, "rows": [asdict(row) for row in rows], "missed": missed}))
+        print(
+            json.dumps(
+                {
+                    "first_seed": settings.first_seed,
+                    "seeds": settings.seeds,
+                    "rows": [asdict(row) for row in rows],
+                    "missed": missed,
+                }
+            )
+        )
     elif settings.check:
         print("\n".join(f"missed: {name}: {'; '.join(what)}" for name, what in missed.items()) or "all reached")
     return 1 if settings.check and missed else 0
 
 
-def _rows(pairs: list[tuple[str, str]], seeds: int, jobs: int) -> Iterator[Row]:
+def _rows(pairs: list[tuple[str, str]], seeds: range, jobs: int) -> Iterator[Row]:
     if jobs == 1:
         yield from (run_seeds(profile, trace, seeds) for profile, trace in pairs)
         return
@@ -113,13 +123,13 @@ def _rows(pairs: list[tuple[str, str]], seeds: int, jobs: int) -> Iterator[Row]:
         yield from pool.map(run_seeds, *zip(*[(p, t, seeds) for p, t in pairs], strict=True))
 
 
-def run_seeds(profile_name: str, trace_name: str, seeds: int) -> Row:
-    """All seeds of a profile under a trace."""
+def run_seeds(profile_name: str, trace_name: str, seeds: range) -> Row:
+    """These seeds of a profile under a trace."""
     profile, trace = load_profile(profile_name), load_trace(trace_name)
     scores: list[Score] = []
     fixed: list[list[float]] = []
     others, cycles = [], []
-    for seed in range(seeds):
+    for seed in seeds:
         scenario = Scenario.make(profile, trace, seed)
         hindsight = Hindsight(scenario)
         run = play(scenario, StepPolicy(profile.max_steps, seed=seed))

@@ -221,24 +221,27 @@ class Scenario:
         """Of `batch` sessions, those whose drafts never stand."""
         return math.floor(self.trace.hopeless * batch)
 
-    def rates(self, steps: int) -> Array:
-        """Tokens a second expected at a fixed k, at each tick; what hiccups take falls on the ticks they are in."""
-        profile = self.profile
-        stood = {factor: profile.stood(factor)[steps] for factor in set(self.acceptance)}
-        out = np.empty(self.ticks)
-        known: dict[tuple[float, ...], float] = {}
-        for i in range(self.ticks):
-            at = (self.batch[i], self.context[i], self.acceptance[i], self.verify[i], self.draft[i])
-            rate = known.get(at)
-            if rate is None:
-                b, context, factor, verify, draft = at
-                ms = profile.cycle_ms(self.batch[i], self.batch[i] * steps, steps, context, verify, draft)
-                rate = known[at] = 1000 * (b + (b - self.hopeless(self.batch[i])) * stood[factor]) / ms
-            out[i] = rate
-        lost = np.zeros(self.ticks)
+    def rates(self) -> Array:
+        """Tokens a second expected at each fixed k and tick, but for hiccups.  # [max_steps + 1, ticks]"""
+        states: dict[tuple[float, ...], int] = {}
+        tracks = zip(self.batch, self.context, self.acceptance, self.verify, self.draft, strict=True)
+        index = [states.setdefault(state, len(states)) for state, _ in zip(tracks, range(self.ticks), strict=False)]
+        stood = {factor: self.profile.stood(factor) for factor in set(self.acceptance)}
+        rates = np.empty((self.profile.max_steps + 1, len(states)))
+        for (sessions, context, factor, verify, draft), i in states.items():
+            batch = int(sessions)
+            hopeful = batch - self.hopeless(batch)
+            for k, more in enumerate(stood[factor]):
+                ms = self.profile.cycle_ms(batch, batch * k, k, context, verify, draft)
+                rates[k, i] = 1000 * (batch + hopeful * more) / ms
+        return rates[:, index]
+
+    def free(self) -> Array:
+        """The share of each tick that no hiccup takes."""
+        share = np.ones(self.ticks)
         for t in self.hiccups_s:
-            lost[min(int(t / TICK_S), self.ticks - 1)] += profile.hiccups.ms / 1000 / TICK_S
-        return out * (1 - lost)
+            share[min(int(t / TICK_S), self.ticks - 1)] -= self.profile.hiccups.ms / 1000 / TICK_S
+        return share
 
 
 def load_profile(name: str) -> Profile:
