@@ -169,18 +169,18 @@ class FakeDraft:
             assert not ids
         return rows
 
-    def propose(self, cycle, *rows):
+    def propose(self, cycle, *rows, drafting_us=0):
         """A proposal of (session, epoch, tokens) rows; None for tokens says that the draft is at its limit."""
         table = np.array(
             [(number, epoch, AT_LIMIT if ids is None else len(ids)) for number, epoch, ids in rows], PROPOSAL_ROW
         )
         flat = np.array([t for _, _, ids in rows for t in ids or ()], np.int32)
-        assert self.raw(cycle, len(rows), len(flat), table.tobytes() + flat.tobytes())
+        assert self.raw(cycle, len(rows), len(flat), table.tobytes() + flat.tobytes(), drafting_us)
 
-    def raw(self, cycle, rows, tokens, rest=b""):
+    def raw(self, cycle, rows, tokens, rest=b"", drafting_us=0):
         """A proposal whose head says so many rows and tokens, whatever follows."""
         head = np.zeros(1, PROPOSAL_HEAD)
-        head[0] = (cycle, rows, tokens)
+        head[0] = (cycle, rows, tokens, drafting_us)
         return self.writer.write(head, rest)
 
 
@@ -1277,6 +1277,23 @@ def test_times_of_a_frame_are_what_they_were_told(pair):
     first, second = (np.frombuffer(pair.reader.read(), VERDICT_HEAD, 1)[0] for _ in range(2))
     assert [int(first[n]) for n in ("cycle", "opened", "schedule_us", "verify_us", "output_us")] == [1, 1, 11, 22, 33]
     assert [int(second[n]) for n in ("schedule_us", "output_us")] == [0, 2**32 - 1]
+
+
+@pytest.mark.parametrize(("says_us", "of_it"), [(300, "as it says"), (2**40, "all"), (None, "all")])
+def test_a_drafts_own_time_is_told_apart_from_waiting_for_it(pair, draft, says_us, of_it):
+    """None: it is late. A draft cannot have taken more than the cycle waited."""
+    session = pair.open()
+    pair.link.begin()
+    if says_us is not None:
+        row = (session.id, session.epoch, [4, 5])
+        timer = threading.Timer(0.002, lambda: draft.propose(pair.link.cycle, row, drafting_us=says_us))
+        timer.start()
+    pair.link.exchange({session: 2})
+    pair.link.finish()
+    head = np.frombuffer(pair.reader.read(), VERDICT_HEAD, 1)[0]
+    waited_us, drafting_us = int(head["draft_us"]), int(head["drafting_us"])
+    assert waited_us > 1000
+    assert drafting_us == (says_us if of_it == "as it says" else waited_us)
 
 
 def test_nothing_to_say_is_no_frame(pair):

@@ -35,7 +35,7 @@ from loadtest._prompts import KINDS, Lengths, Prompts, read_trace
 from loadtest._report import cells, verdict
 
 from fake_openai import CHARS_A_TOKEN, CONTEXT, FAULTS, SHAPES, FakeOpenAI, Sent
-from specdec.client import decode_counts
+from specdec.client import Decoded, decoded
 from specdec.stack import Stack, free_ports
 
 ROOT = Path(__file__).parent.parent
@@ -879,16 +879,14 @@ def test_thirty_seconds_on_the_stack_without_a_failure_and_a_comparison_that_add
     assert len(samples) > 10
     assert {sample.status for sample in samples} == {OK}
 
-    tokens, cycles = decode_counts(engine_stack.verifier_url)
+    before = decoded(engine_stack.verifier_url)
     plan = ["--rates", "1.5", "--steps", "3", "--blocks", "2", "--block-s", "2", "--warm-s", "0", "--kind", "code"]
     result = ab(engine_stack.url, tmp_path, *plan, "--input-tokens", "60-120", "--output-tokens", "12-24")
     check_report(tmp_path, result)
-    check_against_the_pair(samples_of(tmp_path), result, decode_counts(engine_stack.verifier_url), tokens, cycles)
+    check_against_the_pair(samples_of(tmp_path), result, decoded(engine_stack.verifier_url) - before)
 
 
-def check_against_the_pair(
-    samples: Sequence[Sample], result: dict[str, Any], after: tuple[int, int], tokens: int, cycles: int
-) -> None:
+def check_against_the_pair(samples: Sequence[Sample], result: dict[str, Any], counted: Decoded) -> None:
     """The samples against each other, the report against them, and both against what the pair has counted."""
     by_variant: dict[str, list[tuple[int, float, int, int]]] = {}
     for s in samples:
@@ -907,8 +905,8 @@ def check_against_the_pair(
         if cell["variant"] == "off":
             assert {s.accepted for s in mine} == {0}
             assert cell["accept_length"]["value"] == 1
-    decoded = sum(s.completion_tokens - 1 for s in samples)
-    assert after[0] - tokens == decoded
-    counted = decoded - sum(s.accepted or 0 for s in samples)
-    assert abs(after[1] - cycles - counted) <= len(samples)  # at most each answer's last cycle
+    tokens = sum(s.completion_tokens - 1 for s in samples)
+    assert counted.tokens == tokens
+    cycles = tokens - sum(s.accepted or 0 for s in samples)
+    assert abs(counted.cycles - cycles) <= len(samples)  # at most each answer's last cycle
     assert sum(s.accepted or 0 for s in samples) > 0

@@ -323,7 +323,7 @@ def test_one_trace_from_the_client_to_the_cycles(tmp_path, monkeypatch):
         for cycle in cycles:
             assert (cycle.attributes["specdec.k"], cycle.attributes["specdec.accepted"]) == (2, 1)
             stages = [span for span in spans.values() if span.parent.span_id == cycle.context.span_id]
-            assert [span.name for span in stages] == ["draft", "schedule", "verify", "output"]
+            assert [span.name for span in stages] == ["draft", "channel", "schedule", "verify", "output"]
             assert (stages[0].start_time, stages[-1].end_time) == (cycle.start_time, cycle.end_time)
         for span in spans.values():
             assert root.start_time <= span.start_time <= span.end_time
@@ -501,7 +501,7 @@ def test_a_cycles_spans_have_the_verdicts_times():
     exporter = InMemorySpanExporter()
     tracing = Tracing("specdec-router", exporter)
     seen = observed(tracing)
-    frame = pb.VerdictFrame(draft_us=1000, schedule_us=200, verify_us=30_000, output_us=800)
+    frame = pb.VerdictFrame(draft_us=1000, drafting_us=600, schedule_us=200, verify_us=30_000, output_us=800)
     before_ns = time.time_ns()
     seen.committed(pb.Verdict(kind=pb.VERDICT_KIND_CYCLE, steps=4, proposed=4, accepted=3, committed=4), frame, 1)
     after_ns = time.time_ns()
@@ -509,6 +509,8 @@ def test_a_cycles_spans_have_the_verdicts_times():
     spans = {span.name: span for span in exporter.get_finished_spans()}
     assert before_ns <= spans["cycle"].end_time <= after_ns
     lengths_us = {name: (span.end_time - span.start_time) // 1000 for name, span in spans.items()}
-    assert lengths_us == {"draft": 1000, "schedule": 200, "verify": 30_000, "output": 800, "cycle": 32_000}
-    assert spans["draft"].end_time == spans["schedule"].start_time
+    stages = {"draft": 600, "channel": 400, "schedule": 200, "verify": 30_000, "output": 800}
+    assert lengths_us == {**stages, "cycle": 32_000}
+    assert spans["draft"].end_time == spans["channel"].start_time
+    assert spans["channel"].end_time == spans["schedule"].start_time
     assert spans["output"].end_time == spans["cycle"].end_time

@@ -67,13 +67,14 @@ def test_proposals_by_result(counted):
 
 
 def test_step_counts_accept_lengths_and_stages(counted):
-    counted.frame(cycle(1, 4, 4, 3), cycle(2, 0, 0, 0), draft_us=1000, schedule_us=200, verify_us=30_000, output_us=800)
+    spent = {"draft_us": 1000, "drafting_us": 700, "schedule_us": 200, "verify_us": 30_000, "output_us": 800}
+    counted.frame(cycle(1, 4, 4, 3), cycle(2, 0, 0, 0), **spent)
     assert (counted.value("ordered_steps_count"), counted.value("ordered_steps_sum")) == (2, 4)
     assert (counted.value("accept_length_count"), counted.value("accept_length_sum")) == (2, 5)
     assert counted.value("cycle_seconds_sum") == pytest.approx(0.032)
-    stages = ("draft", "schedule", "verify", "output")
+    stages = ("draft", "channel", "schedule", "verify", "output")
     sums = [counted.value("stage_seconds_sum", stage=stage) for stage in stages]
-    assert sums == pytest.approx([0.001, 0.0002, 0.03, 0.0008])
+    assert sums == pytest.approx([0.0007, 0.0003, 0.0002, 0.03, 0.0008])
     assert counted.value("cycles_total") == 1
 
 

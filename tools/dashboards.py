@@ -80,11 +80,6 @@ def gauge(metric: str, where: str, legend: str = "{{instance}}") -> tuple[str, s
 _UTILITY = f"min(specdec_router_utility{{{_ROUTER}}})"
 _DRAFTED = f'specdec_proposed_at_position_total{{{_PAIR},position="1"}}{_SINCE}'
 _STAGE = "specdec_stage_seconds"
-_WAITED = rate(_STAGE + "_sum", f'{_PAIR},stage="draft"')
-_CHANNEL = (
-    f"clamp_min({_WAITED} - {rate('specdec_draft_seconds_sum', _DRAFT)}, 0)"
-    f" / {rate('specdec_draft_seconds_count', _DRAFT)}"
-)
 
 SPECULATION = (
     Row(
@@ -248,7 +243,8 @@ SPECULATION = (
             Panel(
                 "Stages of a cycle, mean",
                 [(mean(_STAGE, _PAIR, "stage"), "{{stage}}")],
-                "draft: waiting for the proposal. verify: the target's forward pass and sampling.",
+                "draft: its work for the proposal. channel: waiting beyond that. verify: the target's forward pass "
+                "and sampling.",
                 "s",
                 stacked=True,
             ),
@@ -259,13 +255,9 @@ SPECULATION = (
                 "s",
             ),
             Panel(
-                "A proposal: the draft's time and the channel's",
-                [
-                    (mean("specdec_draft_seconds", _DRAFT), "draft"),
-                    (_CHANNEL, "channel: waited beyond that"),
-                ],
-                "Means for each proposal. The second is what cycles waited for proposals less what the draft took for "
-                "them; a missed deadline counts there, too.",
+                "The channel",
+                quantiles(_STAGE, f'{_PAIR},stage="channel"', 0.5, 0.99),
+                "What cycles waited for proposals beyond the draft's own work.",
                 "s",
             ),
             Panel(

@@ -26,6 +26,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from specdec.proto import speculation_pb2 as pb
+
 if TYPE_CHECKING:
     from specdec.draft.drafters import Drafter
     from specdec.draft.runahead import AheadCounts
@@ -71,6 +73,7 @@ class Entry:
 
 _PAIR_LABEL: Mapping[str, str] = {"pair": "control addresses of the router's pairs"}
 _POSITION_LABEL: Mapping[str, str] = {"position": "1 to the verifier's `--max-steps`, at most 64"}
+STAGES = ("draft", "channel", "schedule", "verify", "output")
 _CAUSES = ("late", "stale", "garbage", "lost_verdicts", "lapsed_leases", "resyncs", "no_slot", "lost_states")
 _SHORT = ("none", "draft_down", "draft_late", "draft_short", "budget", "standing", "draft_limit")
 
@@ -402,11 +405,13 @@ PAIR = (
         "specdec_stage_seconds",
         "histogram",
         "seconds",
-        "Time of a cycle's stages: draft, waiting for the proposal, the channel included; schedule; verify, forward "
+        "Time of a cycle's stages: draft, from an outcome's arrival at the draft to its proposal, or the deadline that "
+        "passed without one; channel, what the cycle waited for the proposal beyond that; schedule; verify, forward "
         "pass and sampling; output",
-        "draft up: see `specdec_draft_seconds`; what it does not explain is the channel's. verify up: longer contexts, "
-        "a larger batch or k, or a busy GPU. schedule or output up: the engine's CPU core is full.",
-        {"stage": ("draft", "schedule", "verify", "output")},
+        "draft up: as `specdec_draft_seconds`. channel up: the draft is woken late; give it a core, or raise "
+        "`--spin-ms`. verify up: longer contexts, a larger batch or k, or a busy GPU. schedule or output up: the "
+        "engine's CPU core is full.",
+        {"stage": STAGES},
     ),
     Entry(
         "specdec_ordered_steps",
@@ -627,6 +632,13 @@ _BY_NAME = {entry.name: entry for table in METRICS.values() for entry in table}
 
 
 _Made = TypeVar("_Made", Counter, Gauge, Histogram)
+
+
+def stages_us(frame: pb.VerdictFrame) -> dict[str, int]:
+    """A cycle's time by stage, in microseconds; their sum is the cycle's."""
+    drafting = min(frame.drafting_us, frame.draft_us)
+    spent = (drafting, frame.draft_us - drafting, frame.schedule_us, frame.verify_us, frame.output_us)
+    return dict(zip(STAGES, spent, strict=True))
 
 
 class _Registry:

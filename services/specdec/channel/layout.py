@@ -94,7 +94,9 @@ OUTCOME_ROW = np.dtype(
 OPEN, COMMIT, CLOSE = 1, 2, 3  # OPEN starts an epoch: what the draft knew of the session is void
 
 # proposal: k draft tokens a session
-PROPOSAL_HEAD = np.dtype([("cycle", "<u8"), ("rows", "<u4"), ("tokens", "<u4")])
+PROPOSAL_HEAD = np.dtype(
+    [("cycle", "<u8"), ("rows", "<u4"), ("tokens", "<u4"), ("drafting_us", "<u8")]  # from the outcome's arrival on
+)
 PROPOSAL_ROW = np.dtype([("session", "<u8"), ("epoch", "<u4"), ("tokens", "<u4")])
 AT_LIMIT = 0xFFFF_FFFF  # in place of a row's tokens: the session has outgrown the draft; it need not ask again
 
@@ -110,6 +112,7 @@ VERDICT_HEAD = np.dtype(
         ("schedule_us", "<u4"),
         ("verify_us", "<u4"),  # the forward pass and sampling
         ("output_us", "<u4"),
+        ("drafting_us", "<u8"),  # of draft_us, what the draft itself took; the rest is the channel's
     ]
 )
 VERDICT_ROW = np.dtype(

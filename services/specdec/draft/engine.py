@@ -233,7 +233,7 @@ class DraftEngine:
             [(s.id, s.epoch, AT_LIMIT if ids is None else len(ids)) for s, ids in answers.items()], PROPOSAL_ROW
         )
         head = np.zeros(1, PROPOSAL_HEAD)
-        head[0] = (cycle, len(rows), len(flat))
+        head[0] = (cycle, len(rows), len(flat), int(seconds * 1e6))
         self._proposals.write(head, rows, np.array(flat, np.int32))  # a full ring: the verifier has given up on these
         self._metrics.proposals.inc()
         self._metrics.tokens.inc(len(flat))

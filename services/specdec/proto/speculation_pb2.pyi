@@ -132,7 +132,7 @@ class Opened(_message.Message):
     def __init__(self, session: _Optional[int] = ..., slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class VerdictFrame(_message.Message):
-    __slots__ = ("cycle", "batch", "opened", "verdicts", "draft_us", "schedule_us", "verify_us", "output_us", "lost")
+    __slots__ = ("cycle", "batch", "opened", "verdicts", "draft_us", "schedule_us", "verify_us", "output_us", "lost", "drafting_us")
     CYCLE_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class VerdictFrame(_message.Message):
     VERIFY_US_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_US_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_US_FIELD_NUMBER: _ClassVar[int]
     cycle: int
     batch: int
     opened: _containers.RepeatedCompositeFieldContainer[Opened]
@@ -151,4 +152,5 @@ class VerdictFrame(_message.Message):
     verify_us: int
     output_us: int
     lost: int
-    def __init__(self, cycle: _Optional[int] = ..., batch: _Optional[int] = ..., opened: _Optional[_Iterable[_Union[Opened, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., draft_us: _Optional[int] = ..., schedule_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., output_us: _Optional[int] = ..., lost: _Optional[int] = ...) -> None: ...
+    drafting_us: int
+    def __init__(self, cycle: _Optional[int] = ..., batch: _Optional[int] = ..., opened: _Optional[_Iterable[_Union[Opened, _Mapping]]] = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., draft_us: _Optional[int] = ..., schedule_us: _Optional[int] = ..., verify_us: _Optional[int] = ..., output_us: _Optional[int] = ..., lost: _Optional[int] = ..., drafting_us: _Optional[int] = ...) -> None: ...

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.logs import FIELDS, request_id
 from specdec.proto import speculation_pb2 as pb
-from specdec.telemetry import OUTCOMES, ROUTES, RouterMetrics
+from specdec.telemetry import OUTCOMES, ROUTES, RouterMetrics, stages_us
 
 log = logging.getLogger(__name__)
 _KEY = "specdec.observation"
@@ -26,7 +26,6 @@ _FINISH = re.compile(rb'"finish_reason":\s?"(\w+)"')  # inside a JSON string its
 _ERROR_EVENT = re.compile(rb'data: ?\{"error"')
 _MATCH_BYTES = 48  # either may be cut in two
 _PROPAGATOR = TraceContextTextMapPropagator()
-_STAGES = ("draft", "schedule", "verify", "output")
 
 
 class Observation:
@@ -204,14 +203,14 @@ class Observation:
 
     def _trace_cycle(self, verdict: pb.Verdict, frame: pb.VerdictFrame, cycles: int) -> None:
         """A cycle and its stages, the draft's among them, by the times the verdict brings: it ends as it arrives."""
-        spent_ns = [1000 * getattr(frame, f"{stage}_us") for stage in _STAGES]
+        spent_us = stages_us(frame)
         end_ns = time.time_ns()
-        at_ns = end_ns - sum(spent_ns)
+        at_ns = end_ns - 1000 * sum(spent_us.values())
         counts = {"k": verdict.steps, "proposed": verdict.proposed, "accepted": verdict.accepted}
         cycle = self._child("cycle", at_ns, end_ns, number=cycles, batch=frame.batch, **counts)
-        for stage, ns in zip(_STAGES, spent_ns, strict=True):
-            self._grandchild(cycle, stage, at_ns, at_ns + ns)
-            at_ns += ns
+        for stage, us in spent_us.items():
+            self._grandchild(cycle, stage, at_ns, at_ns + 1000 * us)
+            at_ns += 1000 * us
 
 
 def _new_id() -> str:

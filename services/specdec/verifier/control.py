@@ -213,6 +213,7 @@ def _decode(body: bytes) -> pb.VerdictFrame:
         verify_us=int(head["verify_us"]),
         output_us=int(head["output_us"]),
         lost=int(head["lost"]),
+        drafting_us=min(int(head["drafting_us"]), int(head["draft_us"])),
     )
     for session, slot, prompt_tokens, request_id in np.frombuffer(
         body, OPENED_ROW, int(head["opened"]), opened_at

@@ -176,7 +176,7 @@ class Link:
         self._cycles: dict[int, _Cycle] = {}
         self._lost = 0
         self._now = now_ns()
-        self.draft_us = 0
+        self.draft_us = self._drafting_us = 0
 
     # ---- sessions
 
@@ -219,7 +219,7 @@ class Link:
         self.cycle += 1
         self._now = now_ns()
         self._beat.value = self._now
-        self.draft_us = 0
+        self.draft_us = self._drafting_us = 0
         self._cycles.clear()
         self._orders_seen = self._order_bell.value
         self._watch_draft()
@@ -265,8 +265,10 @@ class Link:
         if not self._send_outcomes(asked):
             self._blame(asked, DRAFT_LATE)
             return {}
+        self._drafting_us = 1 << 32  # unless a proposal comes and says less: a late draft's time is the draft's
         drafts = self._await_proposal(asked, start)
         self.draft_us = int((time.monotonic() - start) * 1e6)
+        self._drafting_us = min(self._drafting_us, self.draft_us)
         return drafts
 
     def scheduled(self, session: Session, proposed: int) -> None:
@@ -315,7 +317,7 @@ class Link:
         batch = sum(row[2] == CYCLE for row in self._rows[:room])
         times = (self.draft_us, schedule_us, verify_us, output_us)
         head[0] = (self.cycle, len(verdicts), len(opened), batch, self._lost) + tuple(
-            min(max(us, 0), 0xFFFFFFFF) for us in times
+            min(max(us, 0), 0xFFFFFFFF) for us in (*times, self._drafting_us)
         )
         lost = 0
         if self._verdicts.write(head, np.array(opened, OPENED_ROW), np.array(verdicts, VERDICT_ROW)):
@@ -437,6 +439,7 @@ class Link:
             self.counts.garbage += 1
             self._blame(asked, DRAFT_SHORT)
             return {}
+        self._drafting_us = int(head["drafting_us"])
         rows = np.frombuffer(body, PROPOSAL_ROW, count, at)
         tokens = np.frombuffer(body, np.int32, int(head["tokens"]), at + count * PROPOSAL_ROW.itemsize)
         drafts: dict[Session, list[int]] = {}

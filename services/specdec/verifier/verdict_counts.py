@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from specdec.channel.layout import CLOSED, CYCLE, DRAFT_LATE, REASONS
 from specdec.proto import speculation_pb2 as pb
-from specdec.telemetry import SESSION_STATES, PairMetrics
-
-_STAGES = ("draft", "schedule", "verify", "output")
+from specdec.telemetry import SESSION_STATES, PairMetrics, stages_us
 
 
 @dataclass
@@ -56,9 +54,9 @@ class VerdictCounts:
         if cycles:
             self._count_positions(cycles)
             m.cycles.inc()
-            spent_us = [getattr(frame, f"{stage}_us") for stage in _STAGES]
-            m.cycle.observe(sum(spent_us) / 1e6)
-            for stage, us in zip(_STAGES, spent_us, strict=True):
+            spent_us = stages_us(frame)
+            m.cycle.observe(sum(spent_us.values()) / 1e6)
+            for stage, us in spent_us.items():
                 m.stage.labels(stage).observe(us / 1e6)
         self._count_states()
 
