@@ -151,13 +151,14 @@ def test_header_values_pass_byte_by_byte_and_more_than_once(router):
 def test_hop_by_hop_headers_are_dropped_both_ways(router):
     ours = [("keep-alive", "timeout=9"), ("proxy-authenticate", "x"), ("upgrade", "h9"), ("trailer", "x-t")]
     named = [("connection", "close, X-Foo"), ("x-foo", "1"), ("x-bar", "2")]
+    hops = {"te": "trailers", "proxy-authorization": "secret", "expect": "100-continue"}
 
     async def main():
         async with router.answering(reply(b"x", 200, ("content-type", "a/b"), *ours, *named)):
-            request = {"te": "trailers", "proxy-authorization": "secret", "connection": "x-foo, keep-alive"}
+            request = {**hops, "connection": "x-foo, keep-alive"}
             response = await router.client.get("/v1/models", headers={**request, "x-foo": "1", "x-bar": "2"})
             asked = dict(router.vllm.asked[-1].headers)
-            for name in ("te", "proxy-authorization", "x-foo"):
+            for name in ("te", "proxy-authorization", "expect", "x-foo"):
                 assert name not in asked
             assert asked["x-bar"] == "2"
             assert "x-foo" not in asked.get("connection", "")
@@ -329,6 +330,39 @@ def test_a_stream_that_begins_with_an_error_is_an_error_with_its_status(router, 
         async with router.answering(stream(failure, DONE)):
             response = await router.post(fields={"stream": True})
             assert (response.status_code, error_of(response)["param"]) == (status, "prompt")
+
+    router.run(main)
+
+
+@pytest.mark.parametrize("cut", [None, 3, 14, 40, -16, -15, -14])
+def test_an_error_at_a_streams_beginning_is_one_in_whatever_pieces_it_comes(router, cut):
+    """vLLM writes the error and [DONE] one right after the other, which mostly arrive as one piece."""
+    failure = event({"error": {"message": "boom", "type": "x", "param": "prompt", "code": 400}}) + DONE
+    parts = [failure] if cut is None else [failure[:cut], failure[cut:]]
+
+    async def main():
+        async with router.answering(stream(*parts)):
+            response = await router.post(fields={"stream": True})
+            error = error_of(response)
+            assert (response.status_code, error["message"], error["param"]) == (400, "boom", "prompt")
+
+    router.run(main)
+
+
+@pytest.mark.parametrize("half", [b"", b'event: x\ndata: {"ha'])
+def test_an_error_in_a_stream_that_is_not_read_is_an_event_of_its_own(router, half):
+    whole = b"event: a\ndata: {}\n\n"
+
+    async def main():
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        body = whole + half
+        async with router.answering(refused), rude_engine(head + b"%x\r\n%s\r\n" % (len(body), body)) as url:
+            router.described(http_url=url)
+            content = (await router.post("/v1/responses", {"stream": True})).content
+            assert content.startswith(body)
+            last = content.rstrip().rpartition(b"\n\n")[2]
+            assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_unavailable"
+            assert half or content.count(b"\n\n") == 2
 
     router.run(main)
 
@@ -751,9 +785,13 @@ def test_a_body_that_does_not_come_is_408(tmp_path):
         (b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000, 413, "request_too_large"),
         (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 12_000, 413, "request_too_large"),
         (b"GET / HTTP/1.1\r\nhost: x\r\n", 408, "request_timeout"),
-        (b"", 408, "request_timeout"),
+        (
+            raw_post(CHAT, b"").replace(b"content-length: 0", b"transfer-encoding: chunked") + b"zz",
+            400,
+            "invalid_request",
+        ),
     ],
-    ids=["version", "tls", "long-header", "many-headers", "half-a-head", "nothing"],
+    ids=["version", "tls", "long-header", "many-headers", "half-a-head", "bad-chunk"],
 )
 def test_what_never_becomes_a_request_gets_the_form_too(monkeypatch, sent_first, status, code):
     monkeypatch.setattr("specdec.router.protocol._HEAD_S", 0.2)
@@ -769,6 +807,100 @@ def test_what_never_becomes_a_request_gets_the_form_too(monkeypatch, sent_first,
             assert b"content-type: application/json" in head
             assert json.loads(body)["error"]["code"] == code
             writer.close()
+
+    run(main)
+
+
+@contextlib.asynccontextmanager
+async def with_protocol(app: Any = None, protocol: type[Protocol] = Protocol):
+    """The router behind its own protocol, and what opens connections to it."""
+    listener = listen("127.0.0.1", 0, "router")
+    async with serving(app or create_app(RouterSettings()), listener, 1, protocol), contextlib.AsyncExitStack() as ends:
+
+        async def connect(*first: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            ends.callback(writer.close)
+            writer.writelines(first)
+            return reader, writer
+
+        yield connect
+
+
+def test_a_connection_that_is_never_used_is_closed_without_a_word(monkeypatch):
+    monkeypatch.setattr("specdec.router.protocol._HEAD_S", 0.2)
+
+    async def main():
+        async with with_protocol() as connect:
+            reader, _ = await connect()
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "second", [b"GET /livez HT", b"\x16\x03\x01 \r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000]
+)
+def test_nothing_is_written_into_a_running_answer(monkeypatch, second):
+    """A second request whose head does not come, is none or is too long, while the first one's answer runs."""
+    monkeypatch.setattr("specdec.router.protocol._HEAD_S", 0.2)
+
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await FakeVllm(refused)(scope, receive, send)
+        await start(send, 200, ("content-type", "text/event-stream"))
+        await chunk(send, delta("a"))
+        await receive()
+        await asyncio.sleep(1)
+
+    async def main():
+        async with with_protocol(streaming) as connect:
+            reader, writer = await connect(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(second)
+            rest = await asyncio.wait_for(reader.read(), 5)
+            assert rest == b"%x\r\n%s\r\n" % (len(delta("a")), delta("a"))
+
+    run(main)
+
+
+def test_a_body_that_was_answered_before_it_came_holds_no_connection(monkeypatch):
+    monkeypatch.setattr("specdec.router.protocol._UNREAD_S", 0.3)
+    head = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+
+    async def main():
+        async with with_protocol() as connect:
+            reader, writer = await connect(head)
+            assert b" 404 " in await reader.readline()
+            started = time.monotonic()
+            reading = asyncio.create_task(reader.read())
+            for _ in range(8):  # a byte now and then
+                await asyncio.sleep(0.05)
+                writer.write(b"x")
+            assert b"not_found" in await asyncio.wait_for(reading, 5)
+            assert time.monotonic() - started < 2
+            reader, writer = await connect(head)  # one that sends all of it may go on
+            assert b" 404 " in await reader.readline()
+            writer.write(b"x" * 9)
+            await asyncio.sleep(0.4)
+            writer.write(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"}}")
+            assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+
+    run(main)
+
+
+def test_a_connection_that_rests_is_closed_whatever_comes_but_a_request():
+    class Hasty(Protocol):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.timeout_keep_alive = 0.3
+
+    async def main():
+        async with with_protocol(protocol=Hasty) as connect:
+            reader, writer = await connect(b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b" 200 " in await reader.readline()
+            writer.write(b"\r\n")  # between requests it means nothing
+            await asyncio.wait_for(reader.read(), 5)
 
     run(main)
 

@@ -231,6 +231,46 @@ def test_what_nobody_takes_is_not_read():
     run(main)
 
 
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_the_first_event_is_whole_and_alone_in_whatever_pieces_it_comes(size, end):
+    first, rest = b'data: {"error": 1}' + end, b"data: [DONE]" + end
+    body = first + rest
+
+    async def talk(reader, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body))
+        for at in range(0, len(body), size):
+            writer.write(body[at : at + size])
+            await writer.drain()
+            await asyncio.sleep(0.002)
+
+    async def main():
+        async with served(talk) as (fake, upstream):
+            answer = await upstream.ask(fake.url, "GET", b"/", [], b"")
+            assert await answer.first(5) == first
+            assert await answer.whole() == body
+            answer.close()
+
+    run(main)
+
+
+def test_a_first_event_without_an_end_is_what_there_is_of_it():
+    long = b"x" * 200_000
+
+    async def main():
+        said = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n"
+        async with served(said % 4 + b"data", said % len(long) + long) as (fake, upstream):
+            for body in (b"data", long):
+                answer = await upstream.ask(fake.url, "GET", b"/", [], b"")
+                first = await answer.first(5)
+                assert first
+                assert body.startswith(first)
+                assert await answer.whole() == body
+                answer.close()
+
+    run(main)
+
+
 def test_idle_connections_do_not_grow_old(monkeypatch):
     monkeypatch.setattr(module, "_IDLE_S", 0.2)
 

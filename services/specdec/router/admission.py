@@ -1,4 +1,5 @@
-"""How much runs and how much waits: bounds in sessions (n counts n) and, for what waits, in prompt tokens."""
+"""How much runs and how much waits: bounds in sessions (n counts n) and, for what waits, in prompt tokens
+and in bytes, since a picture of many megabytes has few tokens."""
 
 import asyncio
 import contextlib
@@ -17,7 +18,6 @@ _FIRST_S = 2.0  # what a session is thought to take before one has ended
 @dataclass(eq=False)
 class _Waiting:
     sessions: int
-    tokens: int
     admitted: "asyncio.Future[None]"
 
 
@@ -31,20 +31,23 @@ class Admission:
         *,
         max_waiting: int,
         max_waiting_tokens: int,
+        max_waiting_bytes: int,
         timeout_s: float,
     ) -> None:
         """`capacity`: sessions that may run now."""
         self._capacity, self._metrics = capacity, metrics
         self._max_waiting, self._max_tokens, self._timeout_s = max_waiting, max_waiting_tokens, timeout_s
+        self._max_bytes = max_waiting_bytes
         self._queue: deque[_Waiting] = deque()
-        self.running = self.waiting = self.waiting_tokens = 0
+        self.running = self.waiting = self.waiting_tokens = self.waiting_bytes = 0
         self._session_s = _FIRST_S
 
     @asynccontextmanager
-    async def admitted(self, sessions: int, tokens: int) -> AsyncIterator[None]:
-        """Its place among those that run. Raises ApiError (429) where the queue is full, or after its time in it."""
+    async def admitted(self, sessions: int, tokens: int, size: int) -> AsyncIterator[None]:
+        """Its place among those that run. `size`: its body's bytes. Raises ApiError (429) where the queue is full, or
+        after its time in it."""
         if self._queue or not self._fits(sessions):
-            await self._wait(sessions, tokens)
+            await self._wait(sessions, tokens, size)
         else:
             self._run(sessions)
         began = time.monotonic()
@@ -75,23 +78,29 @@ class Admission:
         self.running += sessions
         self._metrics.admitted.set(self.running)
 
-    def _count(self, sessions: int, tokens: int) -> None:
+    def _count(self, sessions: int, tokens: int, size: int) -> None:
         self.waiting += sessions
         self.waiting_tokens += tokens
+        self.waiting_bytes += size
         self._metrics.waiting.set(self.waiting)
         self._metrics.waiting_tokens.set(self.waiting_tokens)
 
-    async def _wait(self, sessions: int, tokens: int) -> None:
-        full = self.waiting + sessions > self._max_waiting or self.waiting_tokens + tokens > self._max_tokens
+    async def _wait(self, sessions: int, tokens: int, size: int) -> None:
+        full = (
+            self.waiting + sessions > self._max_waiting
+            or self.waiting_tokens + tokens > self._max_tokens
+            or self.waiting_bytes + size > self._max_bytes
+        )
         if full and (self.waiting or not self._max_waiting):  # one alone may be larger than the bounds
             raise ApiError(
                 "too_many_waiting",
-                f"{self.waiting} sessions with about {self.waiting_tokens} prompt tokens wait already",
+                f"{self.waiting} sessions with about {self.waiting_tokens} prompt tokens in"
+                f" {self.waiting_bytes >> 20} MB wait already",
                 retry_after_s=self.retry_after_s,
             )
-        one = _Waiting(sessions, tokens, asyncio.get_running_loop().create_future())
+        one = _Waiting(sessions, asyncio.get_running_loop().create_future())
         self._queue.append(one)
-        self._count(sessions, tokens)
+        self._count(sessions, tokens, size)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await one.admitted
@@ -111,4 +120,4 @@ class Admission:
                 ) from None
             raise
         finally:
-            self._count(-sessions, -tokens)
+            self._count(-sessions, -tokens, -size)

@@ -62,6 +62,7 @@ class Router:
             self.metrics,
             max_waiting=settings.max_waiting,
             max_waiting_tokens=settings.max_waiting_tokens,
+            max_waiting_bytes=int(settings.max_waiting_mb * 2**20),
             timeout_s=settings.queue_timeout_s,
         )
         self.fleet = Fleet(settings.pairs, self._pair, self.admission.wake)
@@ -131,7 +132,7 @@ class Router:
         """One request's answer. Raises ApiError and ClientGone."""
         if self.draining:
             raise ApiError("draining", _ENDING)
-        if self.keys is not None and http.method != "OPTIONS":  # a browser's preflight has no key
+        if self.keys is not None and not _preflight(http):
             self.keys.check(bearer(http.headers.get("authorization"), http.headers.get("x-api-key")))
         path = http.scope["path"]
         if path == "/openapi.json":
@@ -207,6 +208,13 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Fast
     tracer = tracing.tracer if tracing else None
     app.add_middleware(Observed, metrics=router.metrics, tracer=tracer, cycle_every=settings.trace_cycles)  # outermost
     return app
+
+
+def _preflight(http: HttpRequest) -> bool:
+    """Whether it is a browser's question before a request of another origin, which cannot have a key, and no body."""
+    headers = http.headers
+    asks = http.method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
+    return asks and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
 
 
 def _with_id(error: ApiError, http: HttpRequest) -> Response:

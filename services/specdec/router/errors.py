@@ -43,6 +43,7 @@ _BY_STATUS = {400: "invalid_request", 415: "invalid_request", 422: "invalid_requ
         *("engine_unavailable", "engine_timeout"),
     )
 }
+_READ = 4096  # characters of an engine's message that are looked at
 _MESSAGE = 1500  # characters; with JSON's escapes the body stays under 4 kB
 _RETRY_S = 2
 _OVERFLOW = re.compile(r"maximum context length|max_model_len|maximum model length", re.IGNORECASE)
@@ -58,6 +59,7 @@ _PARAMS = (
     (re.compile(r"empty conversation"), "messages"),
 )
 _ECHO = 16  # characters from which a string of the request is not repeated in an error
+_ECHOES = 1000  # strings that may be; a message that may have more of them is not passed on at all
 
 
 class ApiError(Exception):
@@ -99,7 +101,8 @@ def of_status(status: int, message: str, param: str | None = None) -> ApiError:
 def of_engine(status: int, body: bytes, asked: bytes = b"") -> ApiError:
     """vLLM's error in our form: FastAPI's `detail`, `{"error": {...}}`, `{"object": "error"}`, or no JSON at all.
 
-    What it repeats of the request (`asked`, the body it was sent) is taken out.
+    What it repeats of the request (`asked`, the body it was sent) is taken out, which takes a second or so where that
+    has tens of megabytes.
     """
     message, param = _parts(body)
     if faults := _VALIDATION.findall(message):
@@ -158,13 +161,28 @@ def _field(where: str | None) -> str | None:
 
 
 def _without_echo(message: str, asked: bytes) -> str:
+    """The message's beginning without the request's strings."""
+    cut, message = len(message) > _READ, message[:_READ]
     try:
         fields = json.loads(asked) if asked else None
     except (ValueError, RecursionError):
         return message
-    for text in sorted(set(_strings(fields)), key=len, reverse=True):
+    texts = {text for text in _strings(fields) if text[:_ECHO] in message}
+    if len(texts) > _ECHOES:
+        return ""
+    for text in sorted(texts, key=len, reverse=True):
         message = message.replace(text, "…")
+        if cut:
+            message = _without_tail(message, text)
     return message
+
+
+def _without_tail(message: str, text: str) -> str:
+    """`message` without a beginning of `text` at its end, where it was cut off."""
+    at = message.find(text[:_ECHO], max(0, len(message) - len(text)))
+    while at >= 0 and not text.startswith(message[at:]):
+        at = message.find(text[:_ECHO], at + 1)
+    return message if at < 0 else message[:at] + "…"
 
 
 def _strings(value: Any) -> Iterator[str]:

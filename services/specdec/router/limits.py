@@ -16,9 +16,15 @@ from starlette.requests import Request as HttpRequest
 
 from specdec.router.errors import ApiError
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, BATCH = "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/batch"
 GENERATING = (CHAT, COMPLETIONS)
-_TEXT = {CHAT: "messages", COMPLETIONS: "prompt", "/v1/responses": "input", "/v1/messages": "messages"}
+_TEXT = {
+    CHAT: "messages",
+    BATCH: "messages",
+    COMPLETIONS: "prompt",
+    "/v1/responses": "input",
+    "/v1/messages": "messages",
+}
 _BYTES_A_TOKEN = 4
 _MEDIA = re.compile(rb'"(?:data:[^",]*,)?[A-Za-z0-9+/]{1024,}={0,2}"')  # base64, not read as text
 _MEDIA_TOKENS = 1000
@@ -87,13 +93,10 @@ def read(path: str, body: bytes, limits: Limits) -> Asked:
     Other routes than chat and text completions are only measured.
     """
     if path not in _TEXT:
-        return Asked(body, tokens=len(body) // _BYTES_A_TOKEN)
+        return Asked(body, tokens=_MEDIA_TOKENS if path.startswith("/v1/audio/") else len(body) // _BYTES_A_TOKEN)
     if _deeper(body, limits.depth):
         raise ApiError("invalid_json", f"the body's arrays and objects are nested deeper than {limits.depth}")
-    try:
-        fields = msgspec.json.decode(body, type=Fields)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise ApiError("invalid_json", "the body is not a JSON object") from error
+    fields = _decoded(body, Fields, "the body is not a JSON object")
     text = bytes(fields.get(_TEXT[path], b""))
     prompts, tokens = _measure(path, text)
     if tokens > limits.prompt_tokens:
@@ -102,7 +105,7 @@ def read(path: str, body: bytes, limits: Limits) -> Asked:
             f"the prompt has about {tokens} tokens, more than the router takes ({limits.prompt_tokens})",
             _TEXT[path],
         )
-    if path not in GENERATING:
+    if path not in GENERATING and path != BATCH:
         return Asked(body, tokens=tokens, prefix=text[:_PREFIX])
     choices = prompts * _integer(fields, "n", 1)
     if choices > limits.choices:
@@ -111,10 +114,13 @@ def read(path: str, body: bytes, limits: Limits) -> Asked:
     _bound(fields, "logit_bias", limits.logit_bias, lambda value: len(value) if isinstance(value, dict) else 0)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         _bound(fields, name, limits.logprobs, lambda value: value if type(value) is int else 0)
+    if path == BATCH:
+        return Asked(body, None, choices, tokens, prefix=text[:_PREFIX])
     usage = _stream_options(fields)
     max_steps = None
     if "speculative" in fields:
-        max_steps = parse_speculative(msgspec.json.decode(fields.pop("speculative")))
+        max_steps = parse_speculative(_value(fields, "speculative"))
+        del fields["speculative"]
         body = msgspec.json.encode(fields)
     return Asked(body, max_steps, choices, tokens, usage, text[:_PREFIX])
 
@@ -136,9 +142,11 @@ def parse_speculative(value: Any) -> int | None:
 
 def _measure(path: str, text: bytes) -> tuple[int, int]:
     """(prompts, tokens in all) of a request's text, which is still JSON."""
-    if path == COMPLETIONS and text.startswith(b"[") and text[1:64].lstrip()[:1] in (b'"', b"["):  # else one, of ids
-        texts = [bytes(part) for part in msgspec.json.decode(text, type=list[msgspec.Raw])]
-        return len(texts), sum(_tokens(one) for one in texts)
+    several = path == COMPLETIONS and text[1:64].lstrip()[:1] in (b'"', b"[")  # else one, of ids
+    if text.startswith(b"[") and (several or path == BATCH):
+        parts = _decoded(text, list[msgspec.Raw], f"{_TEXT[path]} is not a list")
+        texts = [bytes(part) for part in parts]
+        return max(1, len(texts)), sum(_tokens(one) for one in texts)
     return 1, _tokens(text)
 
 
@@ -174,7 +182,16 @@ def _stream_options(fields: Fields) -> bool:
 
 
 def _value(fields: Fields, name: str) -> Any:
-    return msgspec.json.decode(fields[name]) if name in fields else None
+    return _decoded(fields[name], Any, f"{name} is not valid JSON", name) if name in fields else None
+
+
+def _decoded(text: bytes | msgspec.Raw, kind: Any, fault: str, param: str | None = None) -> Any:
+    """JSON as `kind`. Raises ApiError: msgspec passes over a Raw's text unread, so that its UTF-8 and the range of its
+    numbers come out only when it is decoded itself."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ApiError("invalid_json", fault, param) from error
 
 
 def _deeper(body: bytes, limit: int) -> bool:

@@ -1,4 +1,5 @@
-"""What uvicorn answers by itself, in the API's form, and a bound on what it holds of a request's head."""
+"""What uvicorn answers by itself, in the API's form, and bounds on how long a connection is held that has no request:
+on its head's size and time, and on the time between an answer and the next request."""
 
 import asyncio
 from typing import Any
@@ -9,15 +10,18 @@ from specdec.router.errors import ApiError
 
 _HEAD_BYTES = 1 << 16
 _HEAD_S = 30.0  # for a connection's first request to begin and every head to be whole
+_UNREAD_S = 5.0  # for the rest of a body that has its answer already, mostly an error
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 over llhttp, which bounds neither the size of a head nor its time."""
+    """uvicorn's HTTP/1.1 over llhttp, which bounds neither the size of a head nor its time, and whose keep-alive timer
+    ends with any byte, also with one of a body that was answered before it was whole."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._head_bytes: int | None = 0  # of the head that is coming; None: none is
         self._head_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Its first request is waited for from here on."""
@@ -26,7 +30,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
-        self._head_is_whole()
+        self._wait_ends()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -36,7 +40,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """It is whole."""
-        self._head_is_whole()
+        self._wait_ends()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -47,24 +51,59 @@ class Protocol(HttpToolsProtocol):
             if self._head_bytes > _HEAD_BYTES:
                 self._end(ApiError("request_too_large", f"the request's head is larger than {_HEAD_BYTES} bytes"))
 
+    def on_response_complete(self) -> None:
+        """An answer is whole. The rest of its request's body is dropped for a while, since a close could take the
+        answer from a client that still sends."""
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():  # else the next request has come already
+            self._rest(_UNREAD_S if self.cycle.more_body else self.timeout_keep_alive)
+
+    def on_message_complete(self) -> None:
+        """A request is whole, which may have been answered before."""
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._rest(self.timeout_keep_alive)
+
     def send_400_response(self, msg: str) -> None:
         """Instead of uvicorn's, which is plain text."""
         self._end(ApiError("invalid_request", msg))
 
     def _await_head(self) -> None:
-        self._head_is_whole()
+        self._wait_ends()
         self._head_bytes = 0
-        late = ApiError("request_timeout", f"the request's head did not come within {_HEAD_S:g} s")
-        self._head_timer = self.loop.call_later(_HEAD_S, self._end, late)
+        self._head_timer = self.loop.call_later(_HEAD_S, self._late)
 
-    def _head_is_whole(self) -> None:
+    def _late(self) -> None:
+        if self._head_bytes:
+            self._end(ApiError("request_timeout", f"the request's head did not come within {_HEAD_S:g} s"))
+        else:  # opened and never used: an answer to nothing would be taken for that of the next request
+            self.transport.close()
+
+    def _wait_ends(self) -> None:
         self._head_bytes = None
-        if self._head_timer is not None:
-            self._head_timer.cancel()
+        for timer in (self._head_timer, self._rest_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def _rest(self, at_most_s: float) -> None:
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+        self._rest_timer = self.loop.call_later(at_most_s, self.transport.close)
+
+    @property
+    def _answering(self) -> bool:
+        """Whether the answer of a request that has come whole, or one that has begun, is still to end."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return False
+        return bool(self.pipeline) or cycle.response_started or not cycle.more_body
 
     def _end(self, error: ApiError) -> None:
-        self._head_is_whole()
+        self._wait_ends()
         if self.transport.is_closing():
+            return
+        if self._answering:  # this would be written into another request's answer, or taken for it
+            self.transport.close()
             return
         body = error.body()
         head = b"HTTP/1.1 %d Error\r\ncontent-type: application/json\r\nconnection: close\r\n" % error.status

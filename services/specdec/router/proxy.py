@@ -8,10 +8,10 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -23,20 +23,22 @@ from specdec.router.fleet import Fleet
 from specdec.router.limits import GENERATING, Asked, Limits, read, read_body
 from specdec.router.observed import Observation
 from specdec.router.pairs import Pair, Request
-from specdec.router.relay import Relayed, Watch, joined_events
+from specdec.router.relay import Relayed, Watch, ends_event, joined_events, set_apart
 from specdec.router.upstream import Answer, BrokenOff, EngineError, Silent, Unreached, Upstream
 from specdec.telemetry import RouterMetrics
 
 T = TypeVar("T")
+P = ParamSpec("P")
 _LOOK_S = 0.5  # how often a pair is looked at that has not answered yet
 _FIRST_S = 2.0  # how long a stream's headers wait for its first event, which may be an error
 _SETTLE_S = 0.05  # how long an answer waits for its last verdict
+_LARGE_BYTES = 1 << 18  # bodies from which they are read beside the event loop
 _ERROR_BYTES = 1 << 16  # of vLLM's error that are read
 # Hop by hop (RFC 9110, 7.6.1), or set anew by whoever sends.
 _DROPPED = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te")
     + (b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"x-request-id", b"accept-encoding")
-    + (b"date", b"server")
+    + (b"date", b"server", b"expect")
 )
 _SECRET = frozenset((b"authorization", b"x-api-key"))  # the router's own keys
 _UNBUFFERED = {b"x-accel-buffering": b"no", b"cache-control": b"no-cache"}  # asks proxies in front to stream, too
@@ -65,7 +67,13 @@ class _TryAnother(Exception):
 
 
 class Proxy:
-    """Forwards to pairs."""
+    """Forwards to pairs.
+
+    Everything a request holds is on one of three exit stacks. `forward`'s has the request's own: its count, its watch,
+    its place of admission. Each attempt's has what it holds of a pair, the registration and the connection, and is
+    closed before the next attempt; that of the one that was answered is put on `forward`'s. Where the answer is
+    streamed, all of it passes to Relayed, which closes it after the last byte.
+    """
 
     def __init__(
         self,
@@ -89,14 +97,18 @@ class Proxy:
             self._count(1)
             held.callback(self._count, -1)
             path = http.scope["path"]
-            body = await read_body(http, self._limits)
-            asked = read(path, body, self._limits) if http.method == "POST" else Asked(body)
-            watch = Watch(http)
+            watch = Watch()
             self.watches.add(watch)
             held.callback(self.watches.discard, watch)
             held.callback(watch.close)
+            with watch.cancelling():
+                body = await read_body(http, self._limits)
+            watch.listen(http)
+            asked = Asked(body)
+            if http.method == "POST":
+                asked = await _aside(len(body), read, path, body, self._limits)
             if routes.queued(http.method, path):
-                place = self._admission.admitted(asked.sessions, asked.tokens)
+                place = self._admission.admitted(asked.sessions, asked.tokens, len(asked.body))
                 await watch.race(held.enter_async_context(place))
             answer = await self._ask(http, asked, watch, held)
             headers = [*self._kept(answer.http.headers)]
@@ -178,7 +190,7 @@ class Proxy:
             if path in GENERATING and _is(answer, "text/event-stream"):
                 first = await watch.race(self._while_ready(pair, answer.first(_FIRST_S)))
                 if first.startswith(_ERROR):  # vLLM finds some faults of a request only then
-                    raise _failure(_status_of(first), first.removeprefix(b"data:"), asked)
+                    raise await _failure(_status_of(first), first.removeprefix(b"data:"), asked)
             document = path in GENERATING and _is(answer, "application/json")
             whole = await watch.race(self._while_ready(pair, answer.whole())) if document else None
         except Silent as error:
@@ -222,9 +234,8 @@ class Proxy:
         parts = answer.parts()
         while len(body) < _ERROR_BYTES and (part := await watch.race(_next(parts))) is not None:
             body += part
-        error = _failure(
-            answer.status if answer.status >= 400 else 404, body, asked
-        )  # a redirect would leave the router
+        status = answer.status if answer.status >= 400 else 404  # a redirect would leave the router
+        error = await _failure(status, body, asked)
         if isinstance(error, ApiError) and (after := answer.header(b"retry-after")).isdigit():
             error.retry_after_s = int(after)
         return error
@@ -237,9 +248,14 @@ class Proxy:
         return [(name, value) for name, value in lower if name not in dropped]
 
 
-def _failure(status: int, body: bytes, asked: Asked) -> ApiError | _TryAnother:
+async def _aside(size: int, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+    """The result of `work` on `size` bytes, which would hold up everybody's streams where they are many."""
+    return await asyncio.to_thread(work, *args, **more) if size > _LARGE_BYTES else work(*args, **more)
+
+
+async def _failure(status: int, body: bytes, asked: Asked) -> ApiError | _TryAnother:
     """vLLM's error before anything was sent on; one that says its engine is gone is worth another pair."""
-    error = of_engine(status, body, asked.body)
+    error = await _aside(len(asked.body), of_engine, status, body, asked.body)
     if status in (502, 503) or (status == 500 and _DEAD.search(error.message)):
         return _TryAnother(ApiError("engine_unavailable", error.message), sent=True)
     return error
@@ -270,13 +286,15 @@ async def _events(parts: AsyncIterator[bytes], request: Request, usage_at_end: b
 async def _told(parts: AsyncIterator[bytes], stream: bool) -> AsyncIterator[bytes]:
     """A stream whose failure is said in it: the status has been sent, and it must not end as if it were whole.
     Anything else is broken off, as it was here: raises ApiError."""
+    between_events = True
     try:
         async for part in parts:
             yield part
+            between_events = ends_event(part)
     except EngineError as error:
         if not stream:
             raise _unreachable(error) from error
-        yield _unreachable(error).event()
+        yield set_apart(_unreachable(error), between_events)
 
 
 def _status_of(event: bytes) -> int:

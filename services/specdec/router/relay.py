@@ -1,8 +1,14 @@
-"""A streamed answer on its way to the client: whether the client is there, whether it reads, and what to do if not."""
+"""A streamed answer on its way to the client: whether the client is there, whether it reads, and what to do if not.
+
+What is written here is right because uvicorn's `send` waits for the client before it writes and not after: a write that
+is cancelled has written nothing, and one that has written has told `_write`, so that `_between_events` is always of
+what the client has got. Two tasks write, the answer's own and a comment's, never at once: the answer's waits for the
+comment (`_comment is current_task()` is how the comment's own write knows not to wait for itself), and a comment is
+only begun while none of the two writes.
+"""
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -15,19 +21,23 @@ from starlette.types import Receive, Scope, Send
 from specdec.router.errors import ApiError
 from specdec.router.limits import ClientGone
 from specdec.router.pairs import Request
+from specdec.router.upstream import EVENT_END
 from specdec.telemetry import RouterMetrics
 
 _TICK_S = 0.05
 _SLOW_S = 0.5  # a write that takes longer pauses the request's sessions
 _LAST_S = 1.0  # for the error that ends a stream
-_EVENT_END = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 
 
 class Watch:
     """Whether one request shall go on. It ends when its client goes, or where the router cuts it off."""
 
-    def __init__(self, http: HttpRequest) -> None:
+    def __init__(self) -> None:
         self._over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
+        self._listening: asyncio.Task[None] | None = None
+
+    def listen(self, http: HttpRequest) -> None:
+        """From now on for the client, too: `http`'s body has been read."""
         self._listening = asyncio.create_task(self._disconnected(http))
 
     def cut(self, why: ApiError | None = None) -> None:
@@ -37,7 +47,8 @@ class Watch:
 
     def close(self) -> None:
         """The request is over."""
-        self._listening.cancel()
+        if self._listening is not None:
+            self._listening.cancel()
 
     async def race(self, work: Any) -> Any:
         """The result of `work`. Cancels it and raises ClientGone, or what the request was cut off with."""
@@ -146,7 +157,7 @@ class Relayed(Response):
         self._writing_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": part, "more_body": True})
         self._wrote_at, self._writing_since = time.monotonic(), None
-        self._between_events = self._stream and part.endswith((b"\n\n", b"\r\n\r\n"))
+        self._between_events = self._stream and ends_event(part)
         if self._request.paused:
             self._resume()
 
@@ -156,7 +167,12 @@ class Relayed(Response):
             self._comment = None
 
     async def _last(self, error: ApiError) -> None:
-        await self._send({"type": "http.response.body", "body": error.event(), "more_body": True})
+        if self._comment is not None:  # it may be waiting to be written
+            self._comment.cancel()
+            await asyncio.gather(self._comment, return_exceptions=True)
+        await self._send(
+            {"type": "http.response.body", "body": set_apart(error, self._between_events), "more_body": True}
+        )
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _resume(self) -> None:
@@ -177,6 +193,16 @@ async def look_after(relays: set[Relayed], metrics: RouterMetrics, keepalive_s: 
         due = now + _TICK_S
 
 
+def ends_event(part: bytes) -> bool:
+    """Whether a stream is between two events after `part`."""
+    return part.endswith((b"\n\n", b"\r\n\r\n"))
+
+
+def set_apart(error: ApiError, between_events: bool) -> bytes:
+    """The error as an event of its own, whatever stands before it."""
+    return error.event() if between_events else b"\n\n" + error.event()
+
+
 async def joined_events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Server-sent events one by one, each with its blank line, whatever pieces they come in. A last one that has none
     is dropped: nobody could tell it from a whole one."""
@@ -187,7 +213,7 @@ async def joined_events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             continue
         held += part
         at = 0
-        while end := _EVENT_END.search(held, at):
+        while end := EVENT_END.search(held, at):
             yield held[at : end.end()]
             at = end.end()
         held = held[at:]

@@ -4,6 +4,7 @@ aiohttp rather than httpx, which took half of the time that the router adds to a
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,8 @@ from multidict import CIMultiDict
 from yarl import URL
 
 _IDLE_S = 2.0  # vLLM closes after 5 s: a connection must not be used while it does
+EVENT_END = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+_EVENT_BYTES = 1 << 16  # of a first event that are waited for
 _UNSAID = ("accept", "accept-encoding", "content-type", "user-agent")  # headers aiohttp would add of its own
 Headers = list[tuple[bytes, bytes]]
 
@@ -56,18 +59,29 @@ class Answer:
                 yield part
 
     async def first(self, timeout_s: float) -> bytes:
-        """The body's first piece, which `parts` will give, too; empty if none comes in time. Raises BrokenOff, also
-        for a body that is empty, and Silent."""
+        """The body's first event with its blank line, which `parts` will give, too, in whatever pieces it comes and
+        whatever comes behind it; what there is of one that has no end; empty if it is not whole in time. Raises
+        BrokenOff, also for a body that is empty, and Silent."""
         if self._first is None:
-            self._first = asyncio.create_task(self._response.content.readany())
+            self._first = asyncio.create_task(self._begin())
         await asyncio.wait((self._first,), timeout=timeout_s)
         if not self._first.done():
             return b""
         with _faults():
-            part = self._first.result()
-        if not part:
+            begun = self._first.result()
+        if not begun:
             raise BrokenOff("an empty answer")
-        return part
+        end = EVENT_END.search(begun)
+        return begun[: end.end()] if end else begun
+
+    async def _begin(self) -> bytes:
+        """The body until an event's end is in it."""
+        begun = b""
+        while not EVENT_END.search(begun) and len(begun) < _EVENT_BYTES:
+            if not (part := await self._response.content.readany()):
+                break
+            begun += part
+        return begun
 
     async def whole(self) -> bytes:
         """The body, once it is whole. Raises BrokenOff and Silent."""
