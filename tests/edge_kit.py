@@ -172,7 +172,8 @@ class Router:
         until_s = time.monotonic() + 5
         while self.pair.ready != self.fake.description.engine_ready and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
-        return await self.client.post(path, json=fields or {"messages": []}, **more)
+        content = {} if "content" in more else {"json": fields or {"messages": []}}
+        return await self.client.post(path, **content, **more)
 
     def described(self, **fields: Any) -> None:
         """The pair says something else of itself, and the router has just asked."""

@@ -6,7 +6,9 @@ import time
 
 import pytest
 
+from edge_kit import CHAT, error_of, never, routed
 from fake_engine import until
+from specdec.router import routes
 from specdec.router.admission import Admission
 from specdec.router.errors import ApiError
 from specdec.telemetry import RouterMetrics
@@ -17,19 +19,19 @@ class Bench:
 
     def __init__(self, capacity: int = 4, **bounds: float) -> None:
         self.capacity, self.metrics = capacity, RouterMetrics()
-        defaults = {"max_waiting": 4, "max_waiting_tokens": 1000, "timeout_s": 5}
+        defaults = {"max_waiting": 4, "max_waiting_tokens": 1000, "max_waiting_bytes": 1000, "timeout_s": 5}
         self.admission = Admission(lambda: self.capacity, self.metrics, **(defaults | bounds))
         self.running: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    def ask(self, name: str, sessions: int = 1, tokens: int = 10) -> "asyncio.Task[None]":
+    def ask(self, name: str, sessions: int = 1, tokens: int = 10, size: int = 0) -> "asyncio.Task[None]":
         self.ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._hold(name, sessions, tokens))
+        self.tasks[name] = asyncio.create_task(self._hold(name, sessions, tokens, size))
         return self.tasks[name]
 
-    async def _hold(self, name: str, sessions: int, tokens: int) -> None:
-        async with self.admission.admitted(sessions, tokens):
+    async def _hold(self, name: str, sessions: int, tokens: int, size: int) -> None:
+        async with self.admission.admitted(sessions, tokens, size):
             self.running.append(name)
             try:
                 await self.ends[name].wait()
@@ -42,7 +44,7 @@ class Bench:
             end.set()
         await asyncio.wait_for(asyncio.gather(*self.tasks.values(), return_exceptions=True), 5)
         a = self.admission
-        assert (a.running, a.waiting, a.waiting_tokens, len(a._queue)) == (0, 0, 0, 0)
+        assert (a.running, a.waiting, a.waiting_tokens, a.waiting_bytes, len(a._queue)) == (0, 0, 0, 0, 0)
         for name in ("admitted_sessions", "waiting_sessions", "waiting_tokens"):
             assert self.metrics.registry.get_sample_value(f"specdec_router_{name}") == 0
 
@@ -99,6 +101,59 @@ def test_beyond_the_queues_tokens_it_says_no_at_once():
         await bench.end()
 
     run(main)
+
+
+def test_beyond_the_queues_bytes_it_says_no_at_once():
+    async def main():
+        bench = Bench(capacity=1, max_waiting=100, max_waiting_bytes=1000)
+        bench.ask("a", size=5000)  # what runs does not wait
+        bench.ask("b", size=900)
+        await until(lambda: bench.admission.waiting_bytes == 900)
+        assert (await refusal(bench.ask("c", size=101))).code == "too_many_waiting"
+        bench.ask("d", size=100)
+        await until(lambda: bench.admission.waiting_bytes == 1000)
+        bench.ends["a"].set()
+        await until(lambda: bench.running == ["b"])
+        assert bench.admission.waiting_bytes == 100
+        await bench.end()
+
+    run(main)
+
+
+def test_a_picture_counts_with_its_bytes(tmp_path):
+    picture = b'{"messages": ["data:image/png;base64,%s"]}' % (b"A" * 700_000)
+
+    async def main():
+        async with routed(tmp_path, never, max_sessions=1, max_waiting_mb=1) as router:
+            asking = [asyncio.create_task(router.post(content=picture))]
+            await until(lambda: router.vllm.asked)
+            asking.append(asyncio.create_task(router.post(content=picture)))
+            await until(lambda: router.app.state.router.admission.waiting)
+            response = await router.post(content=picture)
+            assert (response.status_code, error_of(response)["code"]) == (429, "too_many_waiting")
+            for one in asking:
+                one.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            await until(lambda: router.at_rest)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("path", "waits"),
+    [
+        *(
+            ("/v1/audio/transcriptions", True),
+            ("/v1/messages/count_tokens", True),
+            ("/v1/chat/completions/render", True),
+        ),
+        *(("/tokenize", True), ("/v1/chat/completions/batch", True), ("/v1/what-vllm-adds", True), (CHAT, True)),
+        *(("/detokenize", False), ("/v1/responses/resp_1/cancel", False)),
+    ],
+)
+def test_whatever_may_compute_waits_for_a_place(path, waits):
+    assert routes.queued("POST", path) is waits
+    assert not routes.queued("GET", path)
 
 
 def test_without_a_queue_the_first_that_would_wait_is_refused():
@@ -215,7 +270,7 @@ def test_an_open_loop_overload_is_answered_quickly_and_what_runs_is_not_disturbe
         async def one() -> None:
             started = time.monotonic()
             try:
-                async with bench.admission.admitted(1, 10):
+                async with bench.admission.admitted(1, 10, 0):
                     began = time.monotonic()
                     await asyncio.sleep(0.02)
                     times.append(time.monotonic() - began)

@@ -1,6 +1,7 @@
 """router/errors.py: the table, and vLLM's errors in our form. The bodies are what vLLM 0.32 answered."""
 
 import json
+import time
 
 import pytest
 
@@ -145,3 +146,29 @@ def test_what_was_asked_is_not_repeated():
     error = of_engine(400, openai_form("cannot read 'my secret prompt text' here"), asked)
     assert error.message == "cannot read '…' here"
     assert of_engine(400, openai_form("no"), b"[" * 100_000).message == "no"
+
+
+def test_a_message_that_is_cut_off_within_what_was_asked_does_not_repeat_its_beginning():
+    secret = "".join(f"secret {n} " for n in range(3000))
+    asked = json.dumps({"prompt": secret, "user": "secret 0 secret 1 but not the same"}).encode()
+    for said in (secret, f"{'no ' * 1300}{secret}", f"'{secret}' cannot be read"):
+        message = of_engine(400, openai_form(said), asked).message
+        assert message
+        assert "secret" not in message
+
+
+def test_errors_about_many_strings_cost_little():
+    """Every string of the request is looked for in what the engine says."""
+    asked = json.dumps({"messages": [f"a string of its own, number {n}" for n in range(200_000)]}).encode()
+    said = openai_form("cannot read 'a string of its own, number 77'" + " and so on" * 6000)
+    times = []
+    for _ in range(2):
+        started = time.thread_time()
+        error = of_engine(400, said, asked)
+        times.append(time.thread_time() - started)
+    assert min(times) < 1
+    assert error.message.startswith("cannot read '…'")
+    digits = "".join(f"{n:04d}" for n in range(800))
+    many = [digits[at : at + 16] for at in range(2000)]
+    error = of_engine(400, openai_form(digits), json.dumps({"messages": many}).encode())
+    assert error.message == "the engine answered 400"

@@ -139,7 +139,6 @@ def test_requests_need_a_key_and_health_does_not(file, tmp_path, caplog):
                 assert response.status_code == 200
                 sent = {name for name, _ in router.vllm.asked[-1].headers}
                 assert not sent & {"authorization", "x-api-key"}
-            assert (await router.client.options(CHAT)).status_code == 200
             file.write_text("other\n")
             router.app.state.router.keys.reload()
             response = await router.client.post(CHAT, json={}, headers={"authorization": "Bearer plain-key"})
@@ -149,6 +148,27 @@ def test_requests_need_a_key_and_health_does_not(file, tmp_path, caplog):
         run(main)
     for secret in ("plain-key", "wrong-key", "hashed-key", HASHED[7:]):
         assert secret not in caplog.text
+
+
+def test_only_a_browsers_preflight_needs_no_key(file, tmp_path):
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+
+    async def some():
+        yield b"x"
+
+    async def main():
+        async with routed(tmp_path, reply(), api_keys_file=file) as router:
+            assert (await router.client.options(CHAT, headers=preflight)).status_code == 200
+            assert len(router.vllm.asked) == 1
+            for name in preflight:
+                assert (await router.client.options(CHAT, headers={name: "POST"})).status_code == 401
+            for content in (b"x", some()):  # with content-length, and without
+                response = await router.client.request("OPTIONS", CHAT, headers=preflight, content=content)
+                assert response.status_code == 401
+            assert (await router.client.post(CHAT, headers=preflight)).status_code == 401
+            assert len(router.vllm.asked) == 1
+
+    run(main)
 
 
 def test_the_openai_package_knows_a_bad_key(file, tmp_path):
@@ -203,6 +223,7 @@ def test_metrics_are_on_the_admin_port_only(tmp_path):
 FOR_OPERATORS = (
     *("/metrics", "/docs", "/load", "/sleep", "/collective_rpc", "/server_info", "/reset_prefix_cache"),
     *("/v1/load_lora_adapter", "/v1/load_lora_adapter/", "/", "/x/../metrics", "/%6detrics", "//metrics", "/v1"),
+    *("/v1/../metrics", "/v1/%2e%2e/metrics", "/v1/..%2fmetrics", "/v1/x/../../sleep", "/v1/./models", "/v1/models/.."),
 )
 
 

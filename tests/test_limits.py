@@ -1,5 +1,6 @@
 """router/limits.py: what a body asks for, and its bounds."""
 
+import contextlib
 import json
 import time
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec.router.errors import ApiError
-from specdec.router.limits import CHAT, COMPLETIONS, Asked, Limits, read
+from specdec.router.limits import BATCH, CHAT, COMPLETIONS, Asked, Limits, read
 
 
 def asked(path: str = COMPLETIONS, limits: Limits = Limits(), **fields: Any) -> Asked:  # noqa: B008
@@ -107,6 +108,46 @@ def test_a_body_that_is_no_json_object_is_refused(path, body):
     with pytest.raises(ApiError) as caught:
         read(path, body, Limits())
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b'"\xff"', b"1e999", b"-1e999", b'["\xff"]', b'{"a":"\xff"}', b'{"a":1e999}', b"9" * 5000],
+    ids=["text", "large", "small", "in a list", "in an object", "large in an object", "digits"],
+)
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        *((CHAT, name) for name in ("stop", "n", "logit_bias", "logprobs", "top_logprobs", "prompt_logprobs")),
+        *((CHAT, name) for name in ("stream", "stream_options", "speculative")),
+        *((COMPLETIONS, "prompt"), (COMPLETIONS, "speculative"), (CHAT, "messages"), (BATCH, "messages"), (BATCH, "n")),
+    ],
+)
+def test_what_is_refused_on_a_second_look_only_is_400_too(path, name, value):
+    """A body's values are passed over at first. None may come out as anything but a refusal, or go on as it is."""
+    body = b'{"%s": %s}' % (name.encode(), value)
+    if name in ("prompt", "messages"):  # measured only: what is no list of texts is vLLM's to refuse
+        with contextlib.suppress(ApiError):
+            assert read(path, body, Limits()).body == body
+        return
+    with pytest.raises(ApiError) as caught:
+        read(path, body, Limits())
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_a_batch_counts_its_conversations():
+    chats = [[{"role": "user", "content": "x" * 400}]] * 3
+    counted = read(BATCH, json.dumps({"messages": chats}).encode(), Limits())
+    assert counted.sessions == 3
+    assert 300 < counted.tokens < 400
+    assert read(BATCH, b'{"messages": []}', Limits()).sessions == 1
+    with pytest.raises(ApiError) as caught:
+        read(BATCH, json.dumps({"messages": chats}).encode(), Limits(choices=2))
+    assert caught.value.param == "n"
+
+
+def test_sound_does_not_count_as_text():
+    assert read("/v1/audio/transcriptions", b"x" * 10_000_000, Limits()).tokens == 1000
 
 
 @pytest.mark.parametrize(("depth", "passes"), [(63, True), (64, False), (1000, False), (100_000, False)])

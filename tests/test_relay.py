@@ -34,9 +34,13 @@ from edge_kit import (
     url_of,
 )
 from fake_engine import fake_pair, until
+from specdec.router.errors import ApiError
+from specdec.router.pairs import Request
+from specdec.router.relay import Relayed, Watch
 from specdec.router.service import limit_unread
 from specdec.serve import listen, serving
 from specdec.stack import free_ports
+from specdec.telemetry import RouterMetrics
 
 ENDLESS = b'{"messages": [], "stream": true}'
 
@@ -286,6 +290,76 @@ def test_what_has_not_begun_by_then_gets_503(tmp_path):
             await router.app.state.router.drain(0.1)
             response = await asking
             assert (response.status_code, error_of(response)["code"]) == (503, "draining")
+
+    run(main)
+
+
+def test_what_is_still_uploading_can_be_cut_off(tmp_path):
+    async def main():
+        async with routed(tmp_path, never) as router:
+            async with sent(router, raw_post(CHAT, ENDLESS)[:-5]) as (reader, _):
+                await until(lambda: router.app.state.router.proxy.running)
+                started = time.monotonic()
+                await router.app.state.router.drain(0.1)
+                assert b" 503 " in await asyncio.wait_for(reader.readline(), 5)
+                assert time.monotonic() - started < 1
+            assert router.at_rest
+            assert router.vllm.asked == []
+
+    run(main)
+
+
+@pytest.mark.parametrize("half", [b"", b'event: x\ndata: {"ha'])
+def test_the_error_of_what_is_cut_off_is_an_event_of_its_own(tmp_path, half):
+    whole = b"event: a\ndata: {}\n\n"
+
+    async def endless(asked: Any, send: Any) -> None:
+        await start(send, 200, ("content-type", "text/event-stream"))
+        await chunk(send, whole + half)
+        await never(asked, send)
+
+    async def main():
+        async with routed(tmp_path, endless) as router:
+            streaming = asyncio.create_task(router.client.post("/v1/responses", content=ENDLESS))
+            await until(lambda: router.app.state.router.proxy.relays)
+            await router.app.state.router.drain(0.2)
+            content = (await streaming).content
+            assert content.startswith(whole + half)
+            assert json.loads(content.rstrip().rpartition(b"\n\n")[2][6:])["error"]["code"] == "draining"
+            assert half or content.count(b"\n\n") == 2
+
+    run(main)
+
+
+def test_a_comment_that_still_waits_to_be_written_is_not_written_after_the_end():
+    reads = asyncio.Event()
+    written: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        """Like uvicorn's, it waits before it writes, and not after; here for comments only."""
+        body = message.get("body", b"")
+        if body.startswith(b":"):
+            await reads.wait()
+        written.append(body)
+
+    async def parts():
+        yield delta("a")
+        await asyncio.Event().wait()
+
+    async def main():
+        watch, held = Watch(), contextlib.AsyncExitStack()
+        relay = Relayed(parts(), 200, [], stream=True, request=Request("r"), watch=watch, held=held)
+        relay.track(set(), RouterMetrics())
+        answering = asyncio.create_task(relay({}, never, send))
+        await until(lambda: delta("a") in written)
+        relay.tick(time.monotonic() + 10, 1, 60)
+        await asyncio.sleep(0.01)
+        watch.cut(ApiError("draining", "the router is ending"))
+        await answering
+        reads.set()
+        await asyncio.sleep(0.01)
+        assert written[-2].startswith(b'data: {"error"')
+        assert not any(part.startswith(b":") for part in written)
 
     run(main)
 

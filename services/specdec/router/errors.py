@@ -167,7 +167,12 @@ def _without_echo(message: str, asked: bytes) -> str:
         fields = json.loads(asked) if asked else None
     except (ValueError, RecursionError):
         return message
-    texts = {text for text in _strings(fields) if text[:_ECHO] in message}
+    begin = {message[at : at + _ECHO] for at in range(len(message))}  # what a string of the request may begin with
+    texts = {
+        text
+        for text in _strings(fields)
+        if text[:_ECHO] in begin and (text in message or (cut and text[:_ECHO] in message[-len(text) :]))
+    }
     if len(texts) > _ECHOES:
         return ""
     for text in sorted(texts, key=len, reverse=True):
