@@ -43,6 +43,7 @@ from edge_kit import (
 )
 from fake_engine import fake_pair, until
 from specdec import serve
+from specdec.router import proxy
 from specdec.router.app import create_app
 from specdec.router.protocol import Protocol
 from specdec.router.proxy import Proxy
@@ -731,6 +732,30 @@ def test_speculative_means_nothing_on_other_routes(router):
     router.run(main)
 
 
+@pytest.mark.parametrize("work", ["read", "of_engine"])
+def test_a_large_body_is_read_beside_the_event_loop(router, monkeypatch, work):
+    real = getattr(proxy, work)
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.5)
+        return real(*args)
+
+    monkeypatch.setattr(proxy, work, slow)
+
+    async def main():
+        async with router.answering(reply(b'{"error": {"message": "no"}}', 400)):
+            asking = asyncio.create_task(router.post(content=b'{"messages": ["%s"]}' % (b"x" * 300_000)))
+            worst = 0.0
+            while not asking.done():
+                started = time.monotonic()
+                await asyncio.sleep(0.005)
+                worst = max(worst, time.monotonic() - started)
+            assert error_of(await asking)["message"] == "no"
+            assert worst < 0.4
+
+    router.run(main)
+
+
 # ---- refusals
 
 
@@ -838,7 +863,9 @@ def test_a_connection_that_is_never_used_is_closed_without_a_word(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "second", [b"GET /livez HT", b"\x16\x03\x01 \r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000]
+    "second",
+    [b"GET /livez HT", b"\x16\x03\x01 \r\n\r\n", b"GET / HTTP/1.1\r\nx: " + b"y" * 70_000],
+    ids=["half", "none", "long"],
 )
 def test_nothing_is_written_into_a_running_answer(monkeypatch, second):
     """A second request whose head does not come, is none or is too long, while the first one's answer runs."""
@@ -847,6 +874,7 @@ def test_nothing_is_written_into_a_running_answer(monkeypatch, second):
     async def streaming(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
             await FakeVllm(refused)(scope, receive, send)
+            return
         await start(send, 200, ("content-type", "text/event-stream"))
         await chunk(send, delta("a"))
         await receive()
