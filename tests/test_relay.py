@@ -64,7 +64,7 @@ async def no_reader(router: Router) -> socket.socket:
 async def flood(asked: Any, send: Any) -> None:
     await start(send, 200, ("content-type", "text/event-stream"))
     while True:
-        await chunk(send, delta("x" * 2000))
+        await chunk(send, delta("x" * 8000))
         await asyncio.sleep(0.001)
 
 
