@@ -35,6 +35,12 @@ _CHANNEL = (
 def _nothing() -> None: ...
 
 
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {error}"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What one cycle did for one session; times are the whole batch's."""
@@ -163,7 +169,7 @@ class Pair:
         """`name`: the host its certificate is for, where that is another than the address's."""
         self.address = address
         self._auth, self._max_step_age_s = auth or ControlAuth(), max_step_age_s
-        self._name = name or address.rpartition(":")[0]
+        self._name = (name or address.rpartition(":")[0]).strip("[]")  # a certificate has an IPv6 address without
         self.from_dns = self.leaving = False  # leaving: its name has it no more
         self.changed: Callable[[], None] = _nothing  # called when the pair has told something new
         self._lease_ms, self._metrics, self._drive = lease_ms, metrics, drive
@@ -265,10 +271,7 @@ class Pair:
                 self.connected = False  # the router itself is ending
                 raise
             except Exception as error:  # whatever it was, the pair must come back
-                if isinstance(error, grpc.aio.AioRpcError):
-                    reason = f"{error.code().name}: {error.details()}"
-                else:
-                    reason = f"{type(error).__name__}: {error}"
+                reason = _reason(error)
                 if not reached and self.description is not None:
                     self.description.engine_ready = False
                 if reason != told:
@@ -286,10 +289,12 @@ class Pair:
             try:
                 await self._describe(stub)
                 misses = 0
-            except grpc.aio.AioRpcError:
+            except Exception as error:  # the pair's failure, or a secret file that cannot be read just now
                 misses += 1
                 if misses >= _MISSES and self.description is not None:
                     self.description.engine_ready = False
+                if misses == _MISSES:
+                    log.warning("pair %s: it does not say how it is: %s", self.address, _reason(error))
 
     async def _describe(self, stub: Any) -> None:
         self.description = await stub.Describe(pb.DescribeRequest(), timeout=2, metadata=self._auth.metadata())
