@@ -256,6 +256,10 @@ def test_a_session_without_luck_gets_no_drafts_and_the_others_keep_theirs():
     ordered = fake.run(600)[-200:]
     assert sum(ks[3] > 0 for ks in ordered) < 40
     assert sum(min(ks[:3]) > 0 for ks in ordered) > 190
+    orders = [[fake.policy.order(one) for one in fake.sessions] for _ in range(20)]
+    assert {order.cap for *others, _ in orders for order in others} == {None}
+    assert all(order.cap == (0 if order.steps == 0 else None) for *_, order in orders)
+    assert any(order.cap == 0 for *_, order in orders)
 
 
 def test_auto_forgets_sessions_that_have_finished():
@@ -353,7 +357,7 @@ def test_policies_by_name():
         ("", ["fixed", "module:Class"]),
         ("no_such_module:Policy", ["no_such_module"]),
         ("specdec.router.steps:Missing", ["Missing"]),
-        ("specdec.router.steps:Order", ["argument"]),
+        ("specdec.router.steps:SessionCaps", ["argument"]),
         (":Policy", ["module:Class"]),
         ("specdec.router.steps:", ["module:Class"]),
     ],

@@ -221,30 +221,30 @@ class Pair:
         """See loop.Cycles. While the client does not read, the session is held."""
         while session.request.paused and session.seen > 1 and not session.finished:
             # a window of one cycle, which the newest verdict has used up already
-            self._order(session, order.steps, 1, seen=session.seen - 1)
+            self._order(session, Order(order.steps, 1, order.cap), seen=session.seen - 1)
             await session.request.reading(self._lease_ms / 2000)
-        steps = order.steps if session.request.max_steps is None else min(order.steps, session.request.max_steps)
-        self._order(session, steps, order.window)
+        self._order(session, order)
         while (verdict := await session.next_verdict()) is None:
             session.seen = 0  # one was lost, and nobody knows how far the session is
-            self._order(session, steps, order.window)
+            self._order(session, order)
         session.seen = verdict.number
         return verdict
 
-    def _order(self, session: Session, steps: int, window: int, seen: int | None = None) -> None:
+    def _order(self, session: Session, order: Order, seen: int | None = None) -> None:
+        caps = [cap for cap in (session.request.max_steps, order.cap) if cap is not None]
         session.orders += 1
-        order = pb.Order(
+        told = pb.Order(
             session=session.id,
             slot=session.slot,
             id=session.orders,
-            steps=steps,
-            window=window,
+            steps=min(order.steps, *caps) if caps else order.steps,
+            window=order.window,
             seen=session.seen if seen is None else seen,
             lease_ms=self._lease_ms,
         )
-        if session.request.max_steps is not None:
-            order.cap = session.request.max_steps
-        self._outbox.append(order)
+        if caps:
+            told.cap = min(caps)
+        self._outbox.append(told)
         session.sent_at[session.orders] = time.monotonic()
         self._metrics.orders.inc()
         self._posted.set()

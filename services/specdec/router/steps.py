@@ -25,10 +25,15 @@ _REALISED = 0.02  # share of a cycle in what was realised lately
 
 @dataclass(frozen=True)
 class Order:
-    """What a session does next: `steps` draft tokens a cycle (k), for at most `window` cycles until the next order."""
+    """What a session does next: `steps` draft tokens a cycle (k), for at most `window` cycles until the next order.
+
+    `cap`: the most this one session gets, whatever k its batch gets. k is the leading router's, for all of a pair's
+    sessions: `steps` below `cap` is taken for the batch's k, `steps` at `cap` for this session's own.
+    """
 
     steps: int
     window: int
+    cap: int | None = None
 
 
 class OrderPolicy(Protocol):
@@ -172,7 +177,9 @@ class MeasuredSteps:
 
     def order(self, session: "Session") -> Order:
         pair = self._pair(session)
-        return Order(pair.steps if pair.caps.allows(session.id) else 0, self._window)
+        if not pair.caps.allows(session.id):  # said as a cap: the other sessions' k is another one
+            return Order(0, self._window, cap=0)
+        return Order(pair.steps, self._window)
 
     def observe(self, verdict: "Verdict") -> None:
         pair = self._pair(verdict.session)
