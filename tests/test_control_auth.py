@@ -228,9 +228,7 @@ def test_a_routers_secret_file_that_is_gone_for_a_moment_stops_nothing(tmp_path,
         async with fake_pair(tmp_path, auth=ControlAuth(secrets[0])) as pair:
             at_router = tmp_path / "router"
             at_router.write_text("the secret")
-            known = Pair(
-                pair.address, lease_ms=500, metrics=RouterMetrics(), drive=nobody, auth=ControlAuth(at_router)
-            )
+            known = Pair(pair.address, lease_ms=500, metrics=RouterMetrics(), drive=nobody, auth=ControlAuth(at_router))
             task = asyncio.create_task(known.run())
             await until(lambda: known.connected and known.ready)
             at_router.unlink()

@@ -273,6 +273,24 @@ def test_auto_forgets_sessions_that_have_finished():
     assert len(policy._pairs["here"].caps) == 0
 
 
+def test_a_pair_that_is_forgotten_is_not_named_by_its_last_verdicts_and_begins_anew():
+    metrics = RouterMetrics()
+    policy = measured(metrics)
+    fake = FakeBatch(policy, sessions(1, 2))
+    fake.run(50)
+    metrics.forget("here")
+    policy.forget("here")
+    for one in fake.sessions:
+        one.finished = True
+        policy.observe(Verdict(one, 1, pb.VERDICT_KIND_CYCLE, 4, 4, 2, 3, 2, verify_us=10_000, cycle=51))
+        policy.observe(Verdict(one, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
+    assert policy._pairs == {}
+    assert metrics.registry.get_sample_value("specdec_router_steps", {"pair": "here"}) is None
+    policy.forget("never seen")
+    FakeBatch(policy, sessions(1, 2)).run(50)
+    assert metrics.registry.get_sample_value("specdec_router_utility", {"pair": "here"}) > 0
+
+
 def test_auto_runs_a_pair_over_the_wire(tmp_path):
     async def main():
         async with fake_pair(tmp_path) as pair, router(pair, MeasuredSteps(4, 64, 1, RouterMetrics())) as known:

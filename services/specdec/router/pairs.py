@@ -165,14 +165,16 @@ class Pair:
         auth: ControlAuth | None = None,
         name: str = "",
         max_step_age_s: float = float("inf"),
+        gone: Callable[[str], None] | None = None,
     ) -> None:
-        """`name`: the host its certificate is for, where that is another than the address's."""
+        """`name`: the host its certificate is for, where that is another than the address's. `gone` is told the
+        address when the pair is gone for good."""
         self.address = address
         self._auth, self._max_step_age_s = auth or ControlAuth(), max_step_age_s
         self._name = (name or address.rpartition(":")[0]).strip("[]")  # a certificate has an IPv6 address without
         self.from_dns = self.leaving = False  # leaving: its name has it no more
         self.changed: Callable[[], None] = _nothing  # called when the pair has told something new
-        self._lease_ms, self._metrics, self._drive = lease_ms, metrics, drive
+        self._lease_ms, self._metrics, self._drive, self._gone = lease_ms, metrics, drive, gone
         self.description: pb.PairDescription | None = None
         self.connected = False
         metrics.pair_up.labels(address).set(0)
@@ -212,8 +214,10 @@ class Pair:
         self._requests.pop(request.id, None)
 
     def forget(self) -> None:
-        """The pair is gone for good: no metric names it any more."""
+        """The pair is gone for good, and `run` has ended: no metric names it any more."""
         self._metrics.forget(self.address)
+        if self._gone is not None:
+            self._gone(self.address)
 
     # ---- what the loop asks
 

@@ -37,7 +37,8 @@ class Order:
 
 
 class OrderPolicy(Protocol):
-    """Decides k."""
+    """Decides k. One that keeps something for each pair may also have `forget(pair: str)`, called when one is gone for
+    good; a few verdicts of its ended sessions may follow."""
 
     def order(self, session: "Session") -> Order:
         """The session's next order. The session's own cap is applied afterwards."""
@@ -182,11 +183,19 @@ class MeasuredSteps:
         return Order(pair.steps, self._window)
 
     def observe(self, verdict: "Verdict") -> None:
-        pair = self._pair(verdict.session)
-        if verdict.session.finished:
-            pair.caps.forget(verdict.session.id)
+        session = verdict.session
+        # the last verdicts may come after the pair has been forgotten, and must not name it again
+        pair = self._pairs.get(session.pair) if session.finished else self._pair(session)
+        if pair is None:
+            return
+        if session.finished:
+            pair.caps.forget(session.id)
         if verdict.kind == pb.VERDICT_KIND_CYCLE:
             pair.observe(verdict)
+
+    def forget(self, pair: str) -> None:
+        """The pair is gone for good; one that comes under its address again may be another machine."""
+        self._pairs.pop(pair, None)
 
     def _pair(self, session: "Session") -> _PairSteps:
         known = self._pairs.get(session.pair)
