@@ -365,7 +365,7 @@ class Pair:
             session.pair_max_steps = self.description.max_steps
         request.sessions.append(session)
         if request.seen:
-            request.seen.opened(again=orders > 0)
+            request.seen.opened(request.id, again=orders > 0)
         self._sessions[session.id] = session
         self._metrics.sessions.set(len(self._sessions))
         task = asyncio.ensure_future(self._drive(self, session))
@@ -380,7 +380,7 @@ class Pair:
         session.cycles += verdict.kind == pb.VERDICT_KIND_CYCLE
         session.request.touch()
         if session.request.seen:
-            session.request.seen.committed(verdict, frame, session.cycles)
+            session.request.seen.committed(session.request.id, verdict, frame, session.cycles)
         if verdict.kind == pb.VERDICT_KIND_CLOSED:
             self._close(session)
             return
@@ -418,6 +418,6 @@ class Pair:
         self._metrics.sessions.set(len(self._sessions))
         session.finished = True
         if session.request.seen:
-            session.request.seen.closed()
+            session.request.seen.closed(session.request.id)
         session.push(Verdict(session, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
         session.request.touch()
