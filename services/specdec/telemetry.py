@@ -93,7 +93,8 @@ ROUTER = (
         "requests",
         "How requests ended, each in exactly one outcome: stop, length, tool_calls and content_filter are the finish "
         "reasons of whole answers, ok a whole answer without one, refused a status 4xx, abort a client that went, "
-        "or read nothing for --write-timeout-s, before its answer was whole, error a status 5xx or an answer that broke off",
+        "or read nothing for --write-timeout-s, before its answer was whole, error a status 5xx or an answer that "
+        "broke off",
         "error: look at the pairs (`specdec_router_pair_ready`) and at vLLM's log. abort: clients give up; look at the "
         "latencies and at proxies' timeouts. Much length: clients' max_tokens cut answers.",
         {"route": ROUTES, "outcome": OUTCOMES},
