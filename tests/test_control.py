@@ -16,13 +16,17 @@ from specdec.channel import layout
 from specdec.channel.segment import now_ns
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
-from specdec.router.pairs import Pair, Request
+from specdec.router.pairs import Pair, Request, Session, Verdict
 from specdec.router.steps import FixedSteps, Order
+from specdec.telemetry import RouterMetrics
 from specdec.verifier import control as control_module
 
 
 def request_id(number: int) -> str:
     return f"specdec-{number:032x}"
+
+
+async def nobody_drives(pair: Pair, session: Session) -> None: ...
 
 
 def registered(known: Pair, *numbers: int) -> list[Request]:
@@ -162,6 +166,68 @@ def test_a_leader_whose_only_sessions_are_capped_does_not_decide(tmp_path):
             await ordering(capped, one, 1, 0, 0)  # "speculative": "off"
             await ordering(other, two, 1, 5)
             await until(lambda: (pair.engine.link.admit(one), pair.engine.link.admit(two)) == (0, 5))
+
+    asyncio.run(main())
+
+
+class FakeResting:
+    """`steps` for every session, but none for those that rest."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.resting = steps, set[int]()
+
+    def order(self, session: Session) -> Order:
+        return Order(0, 1, cap=0) if session.id in self.resting else Order(self.steps, 1)
+
+    def observe(self, verdict: Verdict) -> None: ...
+
+
+def test_a_session_that_rests_is_nobody_elses_business(tmp_path):
+    """The leader's resting session does not stop the others, and a follower's is not made to draft."""
+
+    async def main():
+        leads, follows = FakeResting(5), FakeResting(2)
+        async with fake_pair(tmp_path) as pair, router(pair, leads) as known_a, router(pair, follows) as known_b:
+            await until(lambda: pair.control.routers == 2)
+            registered(known_a, 1, 2)
+            registered(known_b, 3, 4)
+            sessions = [pair.engine.open(request_id(number)) for number in range(1, 5)]
+            stepping = asyncio.create_task(pair.engine.run(0.001))
+            ran = [pair.engine.ran[session.id] for session in sessions]
+            await until(lambda: [one[-1][1] for one in ran if one] == [5, 5, 5, 5])
+            leads.resting.add(sessions[1].id)
+            follows.resting.add(sessions[3].id)
+            await until(lambda: [one[-1][1] for one in ran] == [5, 0, 5, 0])
+            before = [len(one) for one in ran]
+            await until(lambda: all(len(one) > length + 30 for one, length in zip(ran, before, strict=True)))
+            later = [{steps for _, steps in one[length:]} for one, length in zip(ran, before, strict=True)]
+            assert later == [{5}, {0}, {5}, {0}]
+            stepping.cancel()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("asked", "order", "steps", "cap"),
+    [
+        (None, Order(5, 1), 5, None),
+        (3, Order(5, 1), 3, 3),
+        (None, Order(5, 1, cap=2), 2, 2),
+        (3, Order(5, 1, cap=2), 2, 2),
+        (1, Order(5, 1, cap=2), 1, 1),
+        (3, Order(0, 1, cap=0), 0, 0),
+        (3, Order(2, 1), 2, 3),
+    ],
+)
+def test_the_lesser_of_the_requests_and_the_policys_cap_is_sent(asked, order, steps, cap):
+    async def main():
+        known = Pair("nowhere:1", lease_ms=1000, metrics=RouterMetrics(), drive=nobody_drives)
+        session = Session(1, 0, Request(request_id(1), asked), 10)
+        cycle = asyncio.create_task(known.cycle(session, order))
+        await until(lambda: known._outbox)
+        (told,) = known._outbox
+        assert (told.steps, told.cap if told.HasField("cap") else None) == (steps, cap)
+        cycle.cancel()
 
     asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import hashlib
 import ipaddress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from specdec.control_auth import ControlAuth
 from specdec.errors import SettingsError
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
+from specdec.router import pairs as pairs_module
 from specdec.router.pairs import Pair
 from specdec.telemetry import RouterMetrics
 
@@ -54,7 +56,7 @@ class Authority:
     def auth(self, name: str, trusts: "Authority", **more) -> ControlAuth:
         """A certificate for `name` and its key, with `trusts` as the authority of the other end."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = [x509.DNSName(name), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names = [x509.DNSName(name), *(x509.IPAddress(ipaddress.ip_address(ip)) for ip in ("127.0.0.1", "::1"))]
         certificate = self._sign(name, key.public_key(), [x509.SubjectAlternativeName(names)])
         files = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         files[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -170,3 +172,93 @@ def test_files_that_are_missing_or_empty_name_their_flag(tmp_path):
         ControlAuth(cert=tmp_path / "cert", ca=tmp_path / "cert")
     with pytest.raises(SettingsError, match=r"--control-tls-ca .*No such file"):
         ControlAuth(cert=tmp_path / "cert", key=tmp_path / "cert", ca=tmp_path / "none")
+
+
+def test_a_secret_is_changed_without_a_gap(tmp_path, secrets):
+    """Pairs know both for a while; a router says the first of those it has."""
+    old, new = secrets
+    at_pair, at_router = tmp_path / "pair", tmp_path / "router"
+    at_pair.write_text("the secret\n\n  another \n")
+    at_router.write_text("another\nthe secret\n")
+
+    async def main():
+        async with fake_pair(tmp_path, auth=ControlAuth(at_pair)) as pair:
+            for file in (old, new, at_router):
+                assert (await describe(pair, ControlAuth(file))).engine_ready
+            at_pair.write_text("the secret\n")
+            assert (await describe(pair, ControlAuth(old))).engine_ready
+            for file in (new, at_router):
+                assert await refused(pair, ControlAuth(file)) == grpc.StatusCode.UNAUTHENTICATED
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", None], ids=["truncated", "blank", "removed"])
+def test_a_secret_file_that_has_become_empty_lets_nobody_in(tmp_path, secrets, text):
+    at_pair, at_router = secrets
+
+    class Guesses(ControlAuth):
+        """A caller that knows what an empty file's digest would be."""
+
+        def metadata(self):
+            return (("authorization", f"Bearer {hashlib.sha256(b'').hexdigest()}"),)
+
+    async def main():
+        auth = ControlAuth(at_router)
+        async with fake_pair(tmp_path, auth=ControlAuth(at_pair)) as pair:
+            for file in secrets:
+                file.unlink() if text is None else file.write_text(text)
+            with pytest.raises(SettingsError, match="--control-secret-file"):
+                auth.metadata()
+            at_router.write_text("the secret")
+            for caller in (auth, Guesses(), ControlAuth()):
+                assert await refused(pair, caller) == grpc.StatusCode.UNAUTHENTICATED
+            at_pair.write_text("the secret")
+            assert (await describe(pair, auth)).engine_ready
+
+    asyncio.run(main())
+
+
+def test_a_routers_secret_file_that_is_gone_for_a_moment_stops_nothing(tmp_path, secrets, monkeypatch, caplog):
+    monkeypatch.setattr(pairs_module, "_MISSES", 1)
+
+    async def nobody(pair, session): ...
+
+    async def main():
+        async with fake_pair(tmp_path, auth=ControlAuth(secrets[0])) as pair:
+            at_router = tmp_path / "router"
+            at_router.write_text("the secret")
+            known = Pair(pair.address, lease_ms=500, metrics=RouterMetrics(), drive=nobody, auth=ControlAuth(at_router))
+            task = asyncio.create_task(known.run())
+            await until(lambda: known.connected and known.ready)
+            at_router.unlink()
+            await until(lambda: not known.ready)  # it has missed a description
+            assert known.connected  # and the stream, which needs no secret any more, goes on
+            at_router.write_text("the secret")
+            await until(lambda: known.ready)
+            pair.description.engine_ready = False
+            await until(lambda: not known.ready)  # it is still asked
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(main())
+    assert "it does not say how it is: SettingsError: --control-secret-file" in caplog.text
+
+
+def test_a_certificate_for_an_ipv6_address_is_that_addresss(tmp_path):
+    ours = Authority(tmp_path, "ours")
+
+    async def nobody(pair, session): ...
+
+    async def main():
+        async with fake_pair(tmp_path, auth=ours.auth("pair.test", ours)) as pair:
+            router_end = ours.auth("router.test", ours)
+            for known in (
+                Pair("[::1]:8101", lease_ms=500, metrics=RouterMetrics(), drive=nobody, name=name)
+                for name in ("", "[::1]")
+            ):
+                assert (await describe(pair, router_end, known._name)).engine_ready
+            assert await refused(pair, router_end, "::2") == grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(main())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from fake_heads import HIDDEN, VOCABULARY, FakeTarget, ReferenceHead
 from specdec.draft.drafters import DraftSession, load_drafter
-from specdec.draft.drafters.eagle3 import Eagle3Drafter
+from specdec.draft.drafters.eagle3 import _AHEAD_LEAST, Eagle3Drafter
 from specdec.draft.model.eagle3 import Eagle3Head
 from specdec.draft.model.kv import SMALLEST, KvPool
 from specdec.errors import CheckpointError, SettingsError
@@ -145,6 +145,7 @@ def test_ids_the_embedding_lacks_stop_nobodys_drafts(plain):
 def test_drafts_are_the_same_however_the_prompt_was_cut(plain, monkeypatch, cut, ahead):
     monkeypatch.setattr("specdec.draft.drafters.eagle3._PASS_TOKENS", 50)
     monkeypatch.setattr("specdec.draft.drafters.eagle3._AHEAD_TOKENS", 13)
+    monkeypatch.setattr("specdec.draft.drafters.eagle3._AHEAD_LEAST", 1)
     drafter = plain.drafter()
     verifiers = [FakeVerifier(plain.target, random.Random(i), 130, i, cut) for i in range(2)]
     sessions = [v.session for v in verifiers]
@@ -162,6 +163,20 @@ def test_reading_ahead_leaves_nothing_for_the_proposal(plain, monkeypatch):
         pass
     monkeypatch.setattr(Eagle3Head, "fuse", None)  # no state is left to be read
     assert plain.right(verifier.session, drafter.propose([verifier.session], [3])[0], 3)
+
+
+def test_a_few_states_wait_for_the_next_drafts(plain):
+    """A session at k = 0 does not cost a pass a token."""
+    drafter, verifier = plain.drafter(), FakeVerifier(plain.target, random.Random(2), 30)
+    session = verifier.session
+    while drafter.ahead([session]):
+        pass
+    cells = drafter._contexts.get(session).cells
+    for waiting in range(1, 2 * _AHEAD_LEAST):
+        verifier.verify([])
+        assert not drafter.ahead([session])
+        assert drafter._contexts.get(session).cells == cells + waiting // _AHEAD_LEAST * _AHEAD_LEAST
+    assert plain.right(session, drafter.propose([session], [3])[0], 3)
 
 
 def test_a_state_may_come_before_the_token_after_it(plain):

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import json
 import logging
+import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from edge_kit import CHAT, DONE, FakeVllm, delta, error_of, never, reply, rude_e
 from fake_engine import FakePair, fake_pair, until
 from specdec.proto import speculation_pb2 as pb
 from specdec.router import fleet as fleet_module
-from specdec.router.app import create_app
+from specdec.router.app import Router, create_app
 from specdec.router.errors import ApiError
 from specdec.router.fleet import Fleet, Prefixes
-from specdec.router.pairs import Pair, Request
+from specdec.router.loop import speculate
+from specdec.router.pairs import Pair, Request, Session
 from specdec.router.settings import RouterSettings
+from specdec.router.steps import MeasuredSteps
 from specdec.serve import listen, serving
 from specdec.telemetry import RouterMetrics
 
@@ -139,22 +142,36 @@ class FakeDns:
     """What names resolve to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.addresses: set[str] | None = set()
+        self.addresses: Collection[str] | None = set()
+        self.failure: Exception | None = None
         monkeypatch.setattr(fleet_module, "resolve", self.resolve)
         monkeypatch.setattr(fleet_module, "_RESOLVE_S", 0.02)
 
-    async def resolve(self, name: str) -> set[str]:
+    async def resolve(self, name: str) -> Collection[str]:
+        if name == "hangs.test:1":
+            await asyncio.sleep(3600)
         assert name == "pairs.test:8101"
+        if self.failure is not None:
+            raise self.failure
         if self.addresses is None:
             raise OSError("no such name")
         return self.addresses
 
 
 @contextlib.asynccontextmanager
-async def following(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeDns, Fleet]]:
+async def following(
+    monkeypatch: pytest.MonkeyPatch, *before: str, connected: bool = True
+) -> AsyncIterator[tuple[FakeDns, Fleet]]:
+    """A fleet of a name and a fixed pair; `before`: endpoints before them. No stream is opened."""
     dns = FakeDns(monkeypatch)
+
+    def make(address: str, name: str) -> Pair:
+        pair = known_pair(address, name)
+        pair.connected = connected
+        return pair
+
     monkeypatch.setattr(Pair, "run", lambda self: asyncio.sleep(3600))
-    fleet = Fleet(["dns://pairs.test:8101", "fixed:1"], known_pair, lambda: None)
+    fleet = Fleet([*before, "dns://pairs.test:8101", "fixed:1"], make, lambda: None)
     task = asyncio.create_task(fleet.run())
     try:
         yield dns, fleet
@@ -183,7 +200,151 @@ def test_pairs_come_and_go_with_their_name(monkeypatch):
             two._metrics.steps.labels(two.address).set(1)
             two.release(request)
             await until(lambda: two not in fleet.pairs)
-            assert two.address not in generate_latest(two._metrics.registry).decode()
+            await until(lambda: two.address not in generate_latest(two._metrics.registry).decode())
+
+    run(main)
+
+
+def test_no_metric_names_a_pair_that_has_left_and_one_that_comes_back_is_measured_again(tmp_path, monkeypatch):
+    metrics = RouterMetrics()
+    policy = MeasuredSteps(2, 8, 1, metrics)
+
+    async def drive(pair: Pair, session: Session) -> None:
+        await speculate(session, pair, policy)
+
+    def make(address: str, name: str) -> Pair:
+        return Pair(address, lease_ms=1000, metrics=metrics, drive=drive, gone=policy.forget)
+
+    async def main():
+        async with fake_pair(tmp_path) as fake:
+            dns = FakeDns(monkeypatch)
+            fleet = Fleet(["dns://pairs.test:8101"], make, lambda: None)
+            task = asyncio.create_task(fleet.run())
+
+            def named() -> list[str]:
+                lines = generate_latest(metrics.registry).decode().splitlines()
+                return [line.partition("{")[0] for line in lines if fake.address in line]
+
+            for number in range(2):
+                dns.addresses = {fake.address}
+                await until(lambda: fleet.pairs and fleet.pairs[0].connected)
+                request = Request(f"specdec-{number:032x}")
+                fleet.pairs[0].register(request)
+                session = fake.engine.open(request.id)
+                cycles = asyncio.create_task(fake.engine.run(0.001))
+                await until(lambda request=request: request.sessions and request.sessions[0].cycles > 20)
+                assert {"specdec_router_steps", "specdec_router_pair_up", "specdec_router_utility"} <= set(named())
+                fleet.pairs[0].release(request)  # its session goes on, and is let go with the pair
+                dns.addresses = set()
+                await until(lambda: not fleet.pairs)
+                await until(lambda: not named())
+                await asyncio.sleep(0.1)
+                assert not named()
+                cycles.cancel()
+                fake.engine.close(session)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(main)
+
+
+def test_a_pair_with_an_address_of_each_family_is_one(monkeypatch):
+    """Both are tried; once one is connected, the other family's leave, whichever the resolver prefers."""
+
+    async def main():
+        async with following(monkeypatch, connected=False) as (dns, fleet):
+            v6, v4 = ["[fd00::1]:8101", "[fd00::2]:8101"], ["10.0.0.1:8101", "10.0.0.2:8101"]
+
+            def connect(*chosen: str) -> None:
+                for pair in fleet.pairs:
+                    pair.connected = pair.address in chosen
+
+            dns.addresses = [*v6, *v4]
+            await until(lambda: addresses(fleet) == {"fixed:1", *v6, *v4})
+            await asyncio.sleep(0.1)
+            assert addresses(fleet) == {"fixed:1", *v6, *v4}
+            connect(v4[1])  # the pairs do not listen on IPv6
+            await until(lambda: addresses(fleet) == {"fixed:1", *v4})
+            dns.addresses = ["[fd00::3]:8101", *dns.addresses]
+            await asyncio.sleep(0.1)
+            assert addresses(fleet) == {"fixed:1", *v4}  # and it does not change its mind
+            connect()
+            await until(lambda: len(fleet.pairs) == 6)
+            connect(*v6, *v4)
+            await until(lambda: addresses(fleet) == {"fixed:1", "[fd00::3]:8101", *v6})
+
+    run(main)
+
+
+@pytest.mark.parametrize("failure", [OSError("no"), UnicodeError("label empty"), RuntimeError("?")], ids=repr)
+def test_whatever_a_resolver_raises_costs_no_pair(monkeypatch, caplog, failure):
+    async def main():
+        async with following(monkeypatch) as (dns, fleet):
+            dns.failure = failure
+            await asyncio.sleep(0.1)
+            assert fleet.choose().address == "fixed:1"
+            dns.failure = None
+            dns.addresses = {"10.0.0.1:8101"}
+            await until(lambda: len(fleet.pairs) == 2)
+
+    run(main)
+    told = [r.getMessage() for r in caplog.records if r.name == "specdec.router.fleet" and "stay as" in r.getMessage()]
+    assert told == [f"dns://pairs.test:8101: {type(failure).__name__}: {failure}; the pairs stay as they are"]
+
+
+def test_a_resolver_that_hangs_stops_no_other_name(monkeypatch):
+    monkeypatch.setattr(fleet_module, "_LOOK_UP_S", 0.05)
+
+    async def main():
+        async with following(monkeypatch, "dns://hangs.test:1") as (dns, fleet):
+            dns.addresses = {"10.0.0.1:8101"}
+            await until(lambda: "10.0.0.1:8101" in addresses(fleet))
+            dns.addresses = {"10.0.0.2:8101"}
+            await until(lambda: addresses(fleet) == {"fixed:1", "10.0.0.2:8101"})
+
+    run(main)
+
+
+def test_a_name_that_cannot_be_one_is_no_oserror():
+    """What the fleet has to reckon with."""
+
+    async def main():
+        with pytest.raises(UnicodeError):
+            await fleet_module.resolve("a..b:8101")
+
+    run(main)
+
+
+def test_a_pairs_task_that_fails_ends_the_router(monkeypatch, caplog):
+    """It would not be driven any more, and nobody would know."""
+    signals: list[int] = []
+    monkeypatch.setattr("specdec.router.app.signal.raise_signal", signals.append)
+
+    async def fail(pair: Pair) -> None:
+        raise LookupError("a defect")
+
+    async def main():
+        monkeypatch.setattr(Pair, "run", fail)
+        monkeypatch.setattr(fleet_module, "_RESOLVE_S", 0.02)
+        router = Router(RouterSettings(pairs=["a:1"]), None)
+        async with router.running():
+            await until(lambda: signals)
+        assert signals == [signal.SIGTERM]
+
+    run(main)
+    assert "a background task has failed" in caplog.text
+    assert "LookupError: a defect" in caplog.text
+
+
+def test_a_router_that_ends_sends_itself_no_signal(monkeypatch):
+    signals: list[int] = []
+    monkeypatch.setattr("specdec.router.app.signal.raise_signal", signals.append)
+
+    async def main():
+        async with Router(RouterSettings(pairs=["127.0.0.1:9", "dns://a..b:8101"]), None).running():
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0)
+        assert signals == []
 
     run(main)
 
@@ -231,7 +392,7 @@ def test_a_name_that_is_not_known_yet_is_asked_for_again(monkeypatch):
 
 def test_localhost_resolves_to_loopback():
     async def main():
-        assert await fleet_module.resolve("localhost:81") <= {"127.0.0.1:81", "[::1]:81"}
+        assert set(await fleet_module.resolve("localhost:81")) <= {"127.0.0.1:81", "[::1]:81"}
         with pytest.raises(socket.gaierror):
             await fleet_module.resolve("no-such-name.invalid:81")
 

@@ -132,6 +132,21 @@ def test_a_client_that_goes_is_an_abort(tmp_path, when):
     run(main())
 
 
+def test_a_client_that_is_given_up_as_it_does_not_read_is_an_abort(tmp_path):
+    async def endless(asked, send):
+        await start(send, 200, ("content-type", "text/event-stream"))
+        while True:
+            await chunk(send, delta("x" * 100_000))
+            await asyncio.sleep(0)
+
+    async def main():
+        async with routed(tmp_path, endless, write_timeout_s=0.6) as router, sent(router, raw_post(CHAT)):
+            await until(lambda: outcomes(router), 10)
+            assert outcomes(router) == Counter(abort=1)
+
+    run(main())
+
+
 def test_a_thousand_requests_of_any_fate_add_up_and_leave_nothing(tmp_path):
     chance = random.Random(3)
 
@@ -451,19 +466,65 @@ def test_a_session_that_is_opened_again_is_no_other(tmp_path):
     first = attempt()
     assert first == seen.id
     assert attempt() not in (first, "")  # a retry, on another pair
-    seen.opened(again=False)
+    seen.opened(first, again=False)  # of the attempt before: it says nothing any more
+    seen.opened(seen.id, again=False)
     seen.part(delta("a"), more=True)
-    seen.closed()
-    seen.opened(again=True)
+    seen.closed(seen.id)
+    seen.opened(seen.id, again=True)
     for _ in range(5):
-        seen.committed(pb.Verdict(committed=1), pb.VerdictFrame(), 1)
+        seen.committed(seen.id, pb.Verdict(committed=1), pb.VerdictFrame(), 1)
     time.sleep(0.02)
     seen.part(finish("stop"), more=False)
     seen.ended(failed=False)
     assert not metrics.registry.get_sample_value("specdec_router_time_per_output_token_seconds_count")
-    seen.closed()
+    seen.closed(seen.id)
     value = metrics.registry.get_sample_value("specdec_router_time_per_output_token_seconds_sum")
     assert 0.02 / 4 <= value < 0.04 / 4
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_only_the_attempt_that_is_answered_counts(streamed):
+    """Two pairs decode for one request: the first for two tokens, then it fails; its session may even go on."""
+    metrics = RouterMetrics()
+    seen = Observation({"path": CHAT, "method": "POST", "headers": []}, metrics, None, 16)
+    value = metrics.registry.get_sample_value
+    attempt = partial(copy_context().run, seen.attempt)
+
+    def tokens() -> float:
+        return value("specdec_router_tokens_total")
+
+    first = attempt()
+    seen.opened(first, again=False)
+    seen.committed(first, pb.Verdict(committed=2), pb.VerdictFrame(), 1)
+    assert tokens() == 0  # they may never be delivered
+    time.sleep(0.05)
+    second = attempt()
+    seen.committed(first, pb.Verdict(committed=7), pb.VerdictFrame(), 1)
+    time.sleep(0.01)
+    seen.opened(second, again=False)
+    assert value("specdec_router_engine_queue_seconds_count") == 2
+    assert 0.01 <= value("specdec_router_engine_queue_seconds_sum") < 0.05  # from when that pair was asked
+    seen.committed(second, pb.Verdict(committed=3), pb.VerdictFrame(), 1)
+    kind = b"text/event-stream" if streamed else b"application/json"
+    seen.begun({"status": 200, "headers": [(b"content-type", kind)]})
+    assert tokens() == 3
+    seen.committed(second, pb.Verdict(committed=5), pb.VerdictFrame(), 2)
+    seen.closed(first)
+    seen.part(DONE if streamed else b"{}", more=False)
+    seen.ended(failed=False)
+    assert not seen._settled  # the second's session is open
+    seen.committed(second, pb.Verdict(committed=1), pb.VerdictFrame(), 3)
+    seen.closed(second)
+    assert seen._settled
+    assert (tokens(), seen._tokens, seen._sessions) == (9, 9, 1)
+    assert value("specdec_router_proxy_seconds_count", {"part": "request"}) == 1
+
+
+def test_what_was_decoded_for_a_request_that_failed_before_its_answer_is_counted():
+    seen = Observation({"path": CHAT, "method": "POST", "headers": []}, RouterMetrics(), None, 16)
+    seen.committed(seen.id, pb.Verdict(committed=4), pb.VerdictFrame(), 1)
+    seen.ended(failed=True)
+    assert seen._metrics.registry.get_sample_value("specdec_router_tokens_total") == 4
 
 
 def observed(tracing: Tracing | None = None) -> Observation:
@@ -503,7 +564,9 @@ def test_a_cycles_spans_have_the_verdicts_times():
     seen = observed(tracing)
     frame = pb.VerdictFrame(draft_us=1000, drafting_us=600, schedule_us=200, verify_us=30_000, output_us=800)
     before_ns = time.time_ns()
-    seen.committed(pb.Verdict(kind=pb.VERDICT_KIND_CYCLE, steps=4, proposed=4, accepted=3, committed=4), frame, 1)
+    seen.committed(
+        seen.id, pb.Verdict(kind=pb.VERDICT_KIND_CYCLE, steps=4, proposed=4, accepted=3, committed=4), frame, 1
+    )
     after_ns = time.time_ns()
     tracing.shutdown()
     spans = {span.name: span for span in exporter.get_finished_spans()}

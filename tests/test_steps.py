@@ -256,6 +256,10 @@ def test_a_session_without_luck_gets_no_drafts_and_the_others_keep_theirs():
     ordered = fake.run(600)[-200:]
     assert sum(ks[3] > 0 for ks in ordered) < 40
     assert sum(min(ks[:3]) > 0 for ks in ordered) > 190
+    orders = [[fake.policy.order(one) for one in fake.sessions] for _ in range(20)]
+    assert {order.cap for *others, _ in orders for order in others} == {None}
+    assert all(order.cap == (0 if order.steps == 0 else None) for *_, order in orders)
+    assert any(order.cap == 0 for *_, order in orders)
 
 
 def test_auto_forgets_sessions_that_have_finished():
@@ -267,6 +271,24 @@ def test_auto_forgets_sessions_that_have_finished():
         policy.observe(Verdict(one, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
     fake.run(1)  # verdicts still on their way
     assert len(policy._pairs["here"].caps) == 0
+
+
+def test_a_pair_that_is_forgotten_is_not_named_by_its_last_verdicts_and_begins_anew():
+    metrics = RouterMetrics()
+    policy = measured(metrics)
+    fake = FakeBatch(policy, sessions(1, 2))
+    fake.run(50)
+    metrics.forget("here")
+    policy.forget("here")
+    for one in fake.sessions:
+        one.finished = True
+        policy.observe(Verdict(one, 1, pb.VERDICT_KIND_CYCLE, 4, 4, 2, 3, 2, verify_us=10_000, cycle=51))
+        policy.observe(Verdict(one, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
+    assert policy._pairs == {}
+    assert metrics.registry.get_sample_value("specdec_router_steps", {"pair": "here"}) is None
+    policy.forget("never seen")
+    FakeBatch(policy, sessions(1, 2)).run(50)
+    assert metrics.registry.get_sample_value("specdec_router_utility", {"pair": "here"}) > 0
 
 
 def test_auto_runs_a_pair_over_the_wire(tmp_path):
@@ -353,7 +375,7 @@ def test_policies_by_name():
         ("", ["fixed", "module:Class"]),
         ("no_such_module:Policy", ["no_such_module"]),
         ("specdec.router.steps:Missing", ["Missing"]),
-        ("specdec.router.steps:Order", ["argument"]),
+        ("specdec.router.steps:SessionCaps", ["argument"]),
         (":Policy", ["module:Class"]),
         ("specdec.router.steps:", ["module:Class"]),
     ],

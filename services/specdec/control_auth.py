@@ -17,7 +17,11 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 @dataclass(frozen=True)
 class ControlAuth:
-    """The files of one end. Both ends need the same secret; certificates must be of the same authority."""
+    """The files of one end. Certificates must be of the same authority.
+
+    The secret file has a secret a line: the router sends the first, and the pair takes any. To change it without a
+    gap, put the new one below the old one at every pair, then change the routers', then take the old one out.
+    """
 
     secret_file: Path | None = None
     cert: Path | None = None
@@ -26,8 +30,8 @@ class ControlAuth:
 
     def __post_init__(self) -> None:
         """Raises SettingsError for a file that is missing or empty, or where not all of TLS is given."""
-        if self.secret_file is not None and not _read(self.secret_file, "--control-secret-file").strip():
-            raise SettingsError(f"--control-secret-file {self.secret_file}: it is empty")
+        if self.secret_file is not None:
+            self._secrets()
         tls = (("--control-tls-cert", self.cert), ("--control-tls-key", self.key), ("--control-tls-ca", self.ca))
         for flag, path in tls:
             if path is None and any(other is not None for _, other in tls):
@@ -43,8 +47,9 @@ class ControlAuth:
     # ---- the router's end
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call carries. The file is read anew, so that a new secret holds from the next stream on."""
-        return () if self.secret_file is None else ((_HEADER, f"Bearer {self._secret()}"),)
+        """What each call carries. The file is read anew, so that a new secret holds from the next stream on. Raises
+        SettingsError where it cannot be, or is empty."""
+        return () if self.secret_file is None else ((_HEADER, f"Bearer {self._secrets()[0]}"),)
 
     def channel(self, address: str, name: str, options: tuple[tuple[str, Any], ...]) -> grpc.aio.Channel:
         """A channel to a pair whose certificate is for `name`."""
@@ -58,7 +63,7 @@ class ControlAuth:
 
     def interceptors(self) -> "list[grpc.aio.ServerInterceptor]":
         """What refuses callers without the secret."""
-        return [] if self.secret_file is None else [_Guard(self._secret)]
+        return [] if self.secret_file is None else [_Guard(self._secrets)]
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
         """Adds the server's port; with TLS only callers with a certificate of the authority get through."""
@@ -68,15 +73,20 @@ class ControlAuth:
         credentials = grpc.ssl_server_credentials(pairs, self.ca.read_bytes(), require_client_auth=True)
         return server.add_secure_port(address, credentials)
 
-    def _secret(self) -> str:
-        """A digest: any text is a valid secret, and gRPC's headers take only some."""
+    def _secrets(self) -> list[str]:
+        """Their digests, one at least: any text is a valid secret, and gRPC's headers take only some. Raises
+        SettingsError."""
         assert self.secret_file is not None
-        return hashlib.sha256(_read(self.secret_file, "--control-secret-file").strip()).hexdigest()
+        lines = [line.strip() for line in _read(self.secret_file, "--control-secret-file").splitlines()]
+        secrets = [hashlib.sha256(line).hexdigest() for line in lines if line]
+        if not secrets:  # also for a moment while it is written anew: nothing must not become a secret
+            raise SettingsError(f"--control-secret-file {self.secret_file}: it is empty")
+        return secrets
 
 
 class _Guard(grpc.aio.ServerInterceptor):
-    def __init__(self, secret: Callable[[], str]) -> None:
-        self._secret = secret
+    def __init__(self, secrets: Callable[[], list[str]]) -> None:
+        self._secrets = secrets
 
     async def intercept_service(
         self,
@@ -84,16 +94,26 @@ class _Guard(grpc.aio.ServerInterceptor):
         details: grpc.HandlerCallDetails,
     ) -> "Handler | None":
         handler = await continuation(details)
-        given = str(dict(details.invocation_metadata).get(_HEADER, ""))
-        if handler is None or hmac.compare_digest(given.encode(), f"Bearer {self._secret()}".encode()):
+        if handler is None:
             return handler
+        given = str(dict(details.invocation_metadata).get(_HEADER, "")).encode()
+        try:
+            if any(hmac.compare_digest(given, f"Bearer {secret}".encode()) for secret in self._secrets()):
+                return handler
+            refuse = _refuse
+        except SettingsError:
+            refuse = _refuse_all
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(_refuse)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+            return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 async def _refuse(_: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the control secret is missing, or another one")
+
+
+async def _refuse_all(_: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the pair cannot read its own control secret")
 
 
 def _read(path: Path, flag: str) -> bytes:

@@ -92,8 +92,9 @@ ROUTER = (
         "counter",
         "requests",
         "How requests ended, each in exactly one outcome: stop, length, tool_calls and content_filter are the finish "
-        "reasons of whole answers, ok a whole answer without one, refused a status 4xx, abort a client that went "
-        "before its answer was whole, error a status 5xx or an answer that broke off",
+        "reasons of whole answers, ok a whole answer without one, refused a status 4xx, abort a client that went, "
+        "or read nothing for --write-timeout-s, before its answer was whole, error a status 5xx or an answer that "
+        "broke off",
         "error: look at the pairs (`specdec_router_pair_ready`) and at vLLM's log. abort: clients give up; look at the "
         "latencies and at proxies' timeouts. Much length: clients' max_tokens cut answers.",
         {"route": ROUTES, "outcome": OUTCOMES},
@@ -215,7 +216,8 @@ ROUTER = (
         "specdec_router_tokens_total",
         "counter",
         "tokens",
-        "Tokens delivered to this router's sessions; over all routers the sum is what they served",
+        "Tokens delivered to this router's sessions, from each answer's head on; over all routers the sum is what they "
+        "served",
         "Its rate is the load; compare with `specdec_tokens_total`, which also has what came to vLLM directly.",
     ),
     Entry(

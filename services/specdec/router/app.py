@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -82,6 +83,8 @@ class Router:
         if self.keys is not None:
             work.append(self.keys.follow())
         tasks = [asyncio.create_task(one) for one in work]
+        for task in tasks:
+            task.add_done_callback(_ended)
         yield
         for task in tasks:
             task.cancel()
@@ -161,6 +164,7 @@ class Router:
             auth=self._auth,
             name=name,
             max_step_age_s=self._settings.max_step_age_s,
+            gone=getattr(self._policy, "forget", None),
         )
 
     async def _drive(self, pair: Pair, session: Session) -> None:
@@ -215,6 +219,14 @@ def _preflight(http: HttpRequest) -> bool:
     headers = http.headers
     asks = http.method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
     return asks and headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
+
+
+def _ended(task: "asyncio.Task[None]") -> None:
+    """What works in the background works until it is cancelled. Without it the router would serve on and be wrong, so
+    the process ends, as by SIGTERM from outside: running answers may end."""
+    if not task.cancelled():
+        log.critical("a background task has failed; the router ends", exc_info=task.exception())
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _with_id(error: ApiError, http: HttpRequest) -> Response:

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from specdec.router.errors import ApiError
 from specdec.router.pairs import Pair
@@ -13,6 +13,7 @@ from specdec.router.pairs import Pair
 log = logging.getLogger(__name__)
 _DNS = "dns://"
 _RESOLVE_S = 3.0
+_LOOK_UP_S = 10.0  # longest look-up
 _KNOWN = 1 << 16  # prefixes remembered
 _SHORTEST = 512  # bytes of a prompt from which it counts as shared
 _SLACK = 4  # sessions that the pair with a prompt's beginning may have more than the least loaded, and a quarter
@@ -48,6 +49,7 @@ class Fleet:
         fixed = [one for one in endpoints if not one.startswith(_DNS)]
         self.pairs = [make(address, address.rpartition(":")[0]) for address in fixed]
         self._found: dict[str, set[str]] = {}
+        self._failures: dict[str, str] = {}  # of names, as told last
         self._running: dict[Pair, asyncio.Task[None]] = {}
         self._prefixes = Prefixes()
 
@@ -68,7 +70,8 @@ class Fleet:
         return best
 
     async def run(self) -> None:
-        """Keeps the pairs' streams open, and follows DNS, until cancelled."""
+        """Keeps the pairs' streams open, and follows DNS, until cancelled. Raises what ended a pair's task, which is a
+        defect: nobody would open its stream again."""
         for pair in self.pairs:
             self._start(pair)
         try:
@@ -76,6 +79,9 @@ class Fleet:
                 for name in self._names:
                     await self._follow(name)
                 self._let_go()
+                for task in self._running.values():
+                    if task.done():
+                        task.result()
                 self._changed()
                 await asyncio.sleep(_RESOLVE_S if self.pairs else 0.5)
         finally:
@@ -86,14 +92,19 @@ class Fleet:
     async def _follow(self, name: str) -> None:
         """Adds the pairs that a name has now; those it had leave. A failed look-up changes nothing."""
         try:
-            addresses = await resolve(name)
-        except OSError as error:
-            level = logging.DEBUG if name in self._found else logging.INFO
-            log.log(level, "dns://%s: %s; the pairs stay as they are", name, error)
+            async with asyncio.timeout(_LOOK_UP_S):
+                addresses = self._of_one_family(await resolve(name))
+        except Exception as error:  # not only OSError: a name that cannot be one is a UnicodeError
+            failure = f"{type(error).__name__}: {error}"
+            if self._failures.get(name) != failure:
+                log.warning("dns://%s: %s; the pairs stay as they are", name, failure)
+            self._failures[name] = failure
             return
+        self._failures.pop(name, None)
         self._found[name] = addresses
         known = {pair.address: pair for pair in self.pairs}
-        for address in sorted(addresses):
+        ending = {pair.address for pair in self._running} - known.keys()
+        for address in sorted(addresses - ending):
             if (pair := known.get(address)) is None:
                 pair = self._make(address, name.rpartition(":")[0])
                 pair.from_dns = True
@@ -107,23 +118,40 @@ class Fleet:
                 pair.leaving = True
                 log.info("pair %s leaves: dns://%s has it no more", pair.address, name)
 
+    def _of_one_family(self, addresses: Iterable[str]) -> set[str]:
+        """A name may have an IPv4 and an IPv6 address for each pair, which would count it twice. Where a name has both,
+        one family's count: the first in the resolver's order with a pair that is connected; until there is one, all
+        are tried. A pair that has an address of the other family only is left out."""
+        families: dict[bool, set[str]] = {}
+        for address in addresses:
+            families.setdefault(address.startswith("["), set()).add(address)
+        connected = {pair.address for pair in self.pairs if pair.connected}
+        return next((family for family in families.values() if family & connected), set().union(*families.values()))
+
     def _let_go(self) -> None:
         """Pairs that have left, and answer nothing any more."""
         for pair in [pair for pair in self.pairs if pair.leaving and not pair.load]:
             self.pairs.remove(pair)
-            self._running.pop(pair).cancel()
-            pair.forget()
+            self._running[pair].cancel()
 
     def _start(self, pair: Pair) -> None:
         pair.changed = self._changed
-        self._running[pair] = asyncio.create_task(pair.run())
+        task = self._running[pair] = asyncio.create_task(pair.run())
+        task.add_done_callback(lambda _: self._ended(pair))
+
+    def _ended(self, pair: Pair) -> None:
+        """A pair that was let go is forgotten only here: the last that its task does is to say that it is down."""
+        if pair not in self.pairs:
+            del self._running[pair]
+            pair.forget()
 
 
-async def resolve(name: str) -> set[str]:
-    """NAME:PORT as HOST:PORT for every address the name has. Raises OSError."""
+async def resolve(name: str) -> list[str]:
+    """NAME:PORT as HOST:PORT for every address the name has, the resolver's choice first. Raises OSError, or whatever
+    else a resolver does with a name that cannot be one."""
     host, _, port = name.rpartition(":")
     found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    return {f"[{at[0]}]:{port}" if ":" in str(at[0]) else f"{at[0]}:{port}" for *_, at in found}
+    return [f"[{at[0]}]:{port}" if ":" in str(at[0]) else f"{at[0]}:{port}" for *_, at in found]
 
 
 def _keys(prefix: bytes) -> list[bytes]:

@@ -41,6 +41,7 @@ class Observation:
         self._queued_ns = 0
         self._status = 0
         self._stream = self._whole = self._gone = self._broken = self._settled = False
+        self._answered = False  # by a pair, or by an error: no other pair is asked from here on
         self._finish, self._tail = "", b""
         self._sessions = self._open = self._tokens = 0
         self._span = self._begin_span(scope) if tracer else None
@@ -54,14 +55,17 @@ class Observation:
     # ---- what the proxy tells
 
     def attempt(self) -> str:
-        """The request goes to a pair now, with this id: another one each time, as a pair before may still hold it."""
-        if self._sent_s:
+        """The request goes to a pair now, with this id: another one each time, as a pair before may still hold it. What
+        is told of an attempt before is not heard any more: the client gets this one's answer."""
+        again = self._sent_s > 0
+        self._sent_s, self._queued_ns = time.monotonic(), time.time_ns()
+        if again:
+            self._sessions = self._open = self._tokens = 0
             self.id = _new_id()
             request_id.set(self.id)
             if self._span:
                 self._span.set_attribute("specdec.request_id", self.id)
             return self.id
-        self._sent_s, self._queued_ns = time.monotonic(), time.time_ns()
         self._metrics.proxy.labels("request").observe(self._sent_s - self._arrived_s)
         if self._traced:
             self._child("admission", self._arrived_ns, self._queued_ns)
@@ -74,10 +78,12 @@ class Observation:
             _PROPAGATOR.inject(carrier, set_span_in_context(self._span))
         return carrier
 
-    # ---- what the pair's loop tells
+    # ---- what the pair's loop tells; `attempt`: its id
 
-    def opened(self, *, again: bool) -> None:
+    def opened(self, attempt: str, *, again: bool) -> None:
         """A session of the request runs; `again`: one that was known before the loop's stream broke."""
+        if attempt != self.id:
+            return
         self._open += 1
         self._sessions += not again
         if self._sessions == 1 and not again and self._sent_s:
@@ -85,15 +91,20 @@ class Observation:
             if self._traced:
                 self._child("engine queue", self._queued_ns, time.time_ns())
 
-    def committed(self, verdict: pb.Verdict, frame: pb.VerdictFrame, cycles: int) -> None:
+    def committed(self, attempt: str, verdict: pb.Verdict, frame: pb.VerdictFrame, cycles: int) -> None:
         """A session's verdict has come; `cycles` are the session's so far."""
+        if attempt != self.id:
+            return
         self._tokens += verdict.committed
-        self._metrics.tokens.inc(verdict.committed)
+        if self._answered:
+            self._metrics.tokens.inc(verdict.committed)
         if self._traced and verdict.kind == pb.VERDICT_KIND_CYCLE and (cycles - 1) % self._cycle_every == 0:
             self._trace_cycle(verdict, frame, cycles)
 
-    def closed(self) -> None:
+    def closed(self, attempt: str) -> None:
         """A session of the request has ended."""
+        if attempt != self.id:
+            return
         self._open -= 1
         self._settle()
 
@@ -104,6 +115,7 @@ class Observation:
         self._status = message["status"]
         kind = dict(message.get("headers", ())).get(b"content-type", b"")
         self._stream = kind.startswith(b"text/event-stream")
+        self._count_tokens()
 
     def part(self, body: bytes, more: bool) -> None:
         """A part of the answer's body has been handed to the client's connection."""
@@ -122,12 +134,13 @@ class Observation:
         self._tail = seen[-_MATCH_BYTES:]
 
     def disconnected(self) -> None:
-        """The client has gone; after the answer's end that says nothing."""
+        """The client has gone, or was given up as it did not read; after the answer's end that says nothing."""
         self._gone = self._gone or not self._whole
 
     def ended(self, failed: bool) -> None:
         """Nothing more will be sent. `failed`: by an exception."""
         self._ended_s = time.monotonic()
+        self._count_tokens()
         if failed and not self._status:
             self._status = 500
         outcome, seconds, m = self._outcome(failed), self._ended_s - self._arrived_s, self._metrics
@@ -152,6 +165,13 @@ class Observation:
         text = "%s %s: %d %s, %d tokens in %.3f s"
         values = (self._method, self.route, self._status, outcome, self._tokens, seconds)
         log.info(text, *values, extra={FIELDS: fields})
+
+    def _count_tokens(self) -> None:
+        """From the answer's head on they count as they come. Before, the request may still go to another pair, and what
+        this one has decoded is never delivered."""
+        if not self._answered:
+            self._answered = True
+            self._metrics.tokens.inc(self._tokens)
 
     def _outcome(self, failed: bool) -> str:
         if self._status == 499 or self._gone:

@@ -35,6 +35,12 @@ _CHANNEL = (
 def _nothing() -> None: ...
 
 
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {error}"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What one cycle did for one session; times are the whole batch's."""
@@ -159,14 +165,16 @@ class Pair:
         auth: ControlAuth | None = None,
         name: str = "",
         max_step_age_s: float = float("inf"),
+        gone: Callable[[str], None] | None = None,
     ) -> None:
-        """`name`: the host its certificate is for, where that is another than the address's."""
+        """`name`: the host its certificate is for, where that is another than the address's. `gone` is told the
+        address when the pair is gone for good."""
         self.address = address
         self._auth, self._max_step_age_s = auth or ControlAuth(), max_step_age_s
-        self._name = name or address.rpartition(":")[0]
+        self._name = (name or address.rpartition(":")[0]).strip("[]")  # a certificate has an IPv6 address without
         self.from_dns = self.leaving = False  # leaving: its name has it no more
         self.changed: Callable[[], None] = _nothing  # called when the pair has told something new
-        self._lease_ms, self._metrics, self._drive = lease_ms, metrics, drive
+        self._lease_ms, self._metrics, self._drive, self._gone = lease_ms, metrics, drive, gone
         self.description: pb.PairDescription | None = None
         self.connected = False
         metrics.pair_up.labels(address).set(0)
@@ -206,8 +214,10 @@ class Pair:
         self._requests.pop(request.id, None)
 
     def forget(self) -> None:
-        """The pair is gone for good: no metric names it any more."""
+        """The pair is gone for good, and `run` has ended: no metric names it any more."""
         self._metrics.forget(self.address)
+        if self._gone is not None:
+            self._gone(self.address)
 
     # ---- what the loop asks
 
@@ -215,30 +225,30 @@ class Pair:
         """See loop.Cycles. While the client does not read, the session is held."""
         while session.request.paused and session.seen > 1 and not session.finished:
             # a window of one cycle, which the newest verdict has used up already
-            self._order(session, order.steps, 1, seen=session.seen - 1)
+            self._order(session, Order(order.steps, 1, order.cap), seen=session.seen - 1)
             await session.request.reading(self._lease_ms / 2000)
-        steps = order.steps if session.request.max_steps is None else min(order.steps, session.request.max_steps)
-        self._order(session, steps, order.window)
+        self._order(session, order)
         while (verdict := await session.next_verdict()) is None:
             session.seen = 0  # one was lost, and nobody knows how far the session is
-            self._order(session, steps, order.window)
+            self._order(session, order)
         session.seen = verdict.number
         return verdict
 
-    def _order(self, session: Session, steps: int, window: int, seen: int | None = None) -> None:
+    def _order(self, session: Session, order: Order, seen: int | None = None) -> None:
+        caps = [cap for cap in (session.request.max_steps, order.cap) if cap is not None]
         session.orders += 1
-        order = pb.Order(
+        told = pb.Order(
             session=session.id,
             slot=session.slot,
             id=session.orders,
-            steps=steps,
-            window=window,
+            steps=min(order.steps, *caps) if caps else order.steps,
+            window=order.window,
             seen=session.seen if seen is None else seen,
             lease_ms=self._lease_ms,
         )
-        if session.request.max_steps is not None:
-            order.cap = session.request.max_steps
-        self._outbox.append(order)
+        if caps:
+            told.cap = min(caps)
+        self._outbox.append(told)
         session.sent_at[session.orders] = time.monotonic()
         self._metrics.orders.inc()
         self._posted.set()
@@ -265,10 +275,7 @@ class Pair:
                 self.connected = False  # the router itself is ending
                 raise
             except Exception as error:  # whatever it was, the pair must come back
-                if isinstance(error, grpc.aio.AioRpcError):
-                    reason = f"{error.code().name}: {error.details()}"
-                else:
-                    reason = f"{type(error).__name__}: {error}"
+                reason = _reason(error)
                 if not reached and self.description is not None:
                     self.description.engine_ready = False
                 if reason != told:
@@ -286,10 +293,12 @@ class Pair:
             try:
                 await self._describe(stub)
                 misses = 0
-            except grpc.aio.AioRpcError:
+            except Exception as error:  # the pair's failure, or a secret file that cannot be read just now
                 misses += 1
                 if misses >= _MISSES and self.description is not None:
                     self.description.engine_ready = False
+                if misses == _MISSES:
+                    log.warning("pair %s: it does not say how it is: %s", self.address, _reason(error))
 
     async def _describe(self, stub: Any) -> None:
         self.description = await stub.Describe(pb.DescribeRequest(), timeout=2, metadata=self._auth.metadata())
@@ -356,7 +365,7 @@ class Pair:
             session.pair_max_steps = self.description.max_steps
         request.sessions.append(session)
         if request.seen:
-            request.seen.opened(again=orders > 0)
+            request.seen.opened(request.id, again=orders > 0)
         self._sessions[session.id] = session
         self._metrics.sessions.set(len(self._sessions))
         task = asyncio.ensure_future(self._drive(self, session))
@@ -371,7 +380,7 @@ class Pair:
         session.cycles += verdict.kind == pb.VERDICT_KIND_CYCLE
         session.request.touch()
         if session.request.seen:
-            session.request.seen.committed(verdict, frame, session.cycles)
+            session.request.seen.committed(session.request.id, verdict, frame, session.cycles)
         if verdict.kind == pb.VERDICT_KIND_CLOSED:
             self._close(session)
             return
@@ -409,6 +418,6 @@ class Pair:
         self._metrics.sessions.set(len(self._sessions))
         session.finished = True
         if session.request.seen:
-            session.request.seen.closed()
+            session.request.seen.closed(session.request.id)
         session.push(Verdict(session, 0, pb.VERDICT_KIND_CLOSED, 0, 0, 0, 0))
         session.request.touch()

@@ -146,6 +146,8 @@ class Relayed(Response):
                 self._request.pause()
                 self._metrics.paused.inc()
             if stuck_s > write_timeout_s:
+                if self._request.seen:
+                    self._request.seen.disconnected()
                 self._watch.cut()
         elif self._between_events and now - self._wrote_at > keepalive_s:
             self._wrote_at = now

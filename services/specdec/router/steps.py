@@ -25,14 +25,20 @@ _REALISED = 0.02  # share of a cycle in what was realised lately
 
 @dataclass(frozen=True)
 class Order:
-    """What a session does next: `steps` draft tokens a cycle (k), for at most `window` cycles until the next order."""
+    """What a session does next: `steps` draft tokens a cycle (k), for at most `window` cycles until the next order.
+
+    `cap`: the most this one session gets, whatever k its batch gets. k is the leading router's, for all of a pair's
+    sessions: `steps` below `cap` is taken for the batch's k, `steps` at `cap` for this session's own.
+    """
 
     steps: int
     window: int
+    cap: int | None = None
 
 
 class OrderPolicy(Protocol):
-    """Decides k."""
+    """Decides k. One that keeps something for each pair may also have `forget(pair: str)`, called when one is gone for
+    good; a few verdicts of its ended sessions may follow."""
 
     def order(self, session: "Session") -> Order:
         """The session's next order. The session's own cap is applied afterwards."""
@@ -172,14 +178,24 @@ class MeasuredSteps:
 
     def order(self, session: "Session") -> Order:
         pair = self._pair(session)
-        return Order(pair.steps if pair.caps.allows(session.id) else 0, self._window)
+        if not pair.caps.allows(session.id):  # said as a cap: the other sessions' k is another one
+            return Order(0, self._window, cap=0)
+        return Order(pair.steps, self._window)
 
     def observe(self, verdict: "Verdict") -> None:
-        pair = self._pair(verdict.session)
-        if verdict.session.finished:
-            pair.caps.forget(verdict.session.id)
+        session = verdict.session
+        # the last verdicts may come after the pair has been forgotten, and must not name it again
+        pair = self._pairs.get(session.pair) if session.finished else self._pair(session)
+        if pair is None:
+            return
+        if session.finished:
+            pair.caps.forget(session.id)
         if verdict.kind == pb.VERDICT_KIND_CYCLE:
             pair.observe(verdict)
+
+    def forget(self, pair: str) -> None:
+        """The pair is gone for good; one that comes under its address again may be another machine."""
+        self._pairs.pop(pair, None)
 
     def _pair(self, session: "Session") -> _PairSteps:
         known = self._pairs.get(session.pair)

@@ -102,6 +102,13 @@ class Control(pb_grpc.SpeculationServicer):
             log.info("router %s left", peer)
 
     async def _read_orders(self, router: _Router, frames: AsyncIterator[pb.OrderFrame]) -> None:
+        """Writes a router's orders into the table until it hangs up.
+
+        Three things are decided here, each with its own state. Whose verdicts a session's are: the router's that
+        ordered for it last (`_owners`). Which k a batch gets: the leader's (`_lead`), so that routers that see only
+        some of the sessions do not pull it to and fro; a follower's orders still count for windows, leases and ids.
+        What one session gets at most: its order's `cap`, which no leader's k goes beyond.
+        """
         try:
             async for frame in frames:
                 router.observes |= frame.observe
@@ -127,7 +134,12 @@ class Control(pb_grpc.SpeculationServicer):
 
     def _lead(self, router: _Router, frame: pb.OrderFrame) -> _Router | None:
         """Who holds the lease, with `router`'s k as of this frame. It passes on when its holder has gone, is silent, or
-        has no session to learn from, to the router that joined first of those that have one; None: nobody has."""
+        has no session to learn from, to the router that joined first of those that have one; None: nobody has.
+
+        `_deciders` has the sessions that speak for their router: open ones whose newest order is not cut to a cap.
+        The steps of one that is (the request's own, or the policy's for a session whose drafts never stand) say
+        nothing of the k that its router wants for the batch, and leave `router.steps` as it is.
+        """
         for order in frame.orders:
             if order.session not in self._open or (order.HasField("cap") and order.steps >= order.cap):
                 self._deciders.pop(order.session, None)  # its steps may be its own cap

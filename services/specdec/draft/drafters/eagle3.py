@@ -30,6 +30,7 @@ from specdec.errors import SettingsError
 
 _PASS_TOKENS = 2048  # more in one pass would make other sessions wait
 _AHEAD_TOKENS = 512  # an outcome may come meanwhile
+_AHEAD_LEAST = 16  # fewer are read with the next drafts, in the pass that they need anyway
 
 
 @dataclass
@@ -159,11 +160,16 @@ class Eagle3Drafter:
         return drafts
 
     def ahead(self, sessions: Collection[DraftSession]) -> bool:
-        """Reads a piece of what has come. Makes room for it at the expense of sessions that are not drafted for."""
+        """Reads a piece of what has come, where there is enough of it: sessions that want no drafts would cost a pass
+        a token. Makes room for it at the expense of sessions that are not drafted for."""
         busy = {*self._drafting, *(session for session in sessions if session.states)}
         for session in sessions:
             self._collect(session, busy)
-        return self._read(sessions, _AHEAD_TOKENS)
+        return self._read([session for session in sessions if self._much_waits(session)], _AHEAD_TOKENS)
+
+    def _much_waits(self, session: DraftSession) -> bool:
+        context = self._contexts.get(session)
+        return context is not None and context.readable(len(session.tokens)) >= _AHEAD_LEAST
 
     def forget(self, session: DraftSession) -> None:
         self._contexts.release(session)

