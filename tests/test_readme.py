@@ -28,6 +28,17 @@ def test_the_benchmarks_figures_are_those_of_the_committed_run():
     assert {name: (float(ratio), float(length)) for name, ratio, length in table}.items() <= measured.items()
 
 
+def test_the_demo_heads_figures_are_those_of_the_committed_run():
+    rows = {row["variant"]: row for row in json.loads((ROOT / "results" / "head-cpu.json").read_text())["rows"]}
+    table = re.findall(r"^\| ([35]) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d. ]+) \|$", README, re.M)
+    assert len(table) == 2
+    for k, whole, code, summaries, stood in table:
+        row = rows["k = 3, window 1" if k == "3" else "k = 5"]
+        figures = [row["accept_length"], row["kinds"]["humaneval"], row["kinds"]["summary"]]
+        assert [f"{x:.2f}" for x in figures] == [whole, code, summaries]
+        assert " ".join(f"{x:.2f}" for x in row["stood"]) == stood
+
+
 def test_the_drafts_figures_are_those_of_the_committed_runs():
     runs = json.loads((ROOT / "results" / "draft-h200.json").read_text())["runs"]
     measured = {
