@@ -78,7 +78,8 @@ def test_a_killed_starter_takes_child_and_grandchild_with_it(tmp_path, first, nu
     with Child(starter) as child:
         pids = command.pids()
         assert all(map(running, pids))
-        assert len(processes_with(command.marker)) >= 3  # guard, shell and sleep: what is looked for below
+        # guard, shell and sleep: what is looked for below, and seen only once it has been executed
+        assert until(lambda: len(processes_with(command.marker)) >= 3, SOON_S)
         child.send(number)
         assert child.wait() == -number
     assert until(lambda: not any(map(running, pids)), SOON_S)
