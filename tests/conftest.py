@@ -13,11 +13,12 @@ from specdec.stack import Plain, Stack
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Quick tests first: they fail in seconds. Last those that share the session's servers, so that tests with servers
-    of their own have the memory for them."""
+    of their own have the memory for them; and after all others what ends those servers."""
 
-    def rank(item: pytest.Item) -> tuple[bool, bool]:
+    def rank(item: pytest.Item) -> tuple[bool, bool, bool]:
         shares = {"plain", "engine_stack"} & set(getattr(item, "fixturenames", ()))
-        return item.get_closest_marker("engine") is not None, bool(shares)
+        ends = item.get_closest_marker("ends_the_stack") is not None
+        return item.get_closest_marker("engine") is not None, bool(shares), ends
 
     items.sort(key=rank)
 

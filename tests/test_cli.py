@@ -192,3 +192,11 @@ def test_arguments_that_take_the_plugins_out_exit_2(word, monkeypatch, capsys):
     monkeypatch.setattr("specdec.verifier.supervisor.vllm_version", lambda: "0.32.0")
     assert main(["verifier", "--model", "m", "--", "--dtype", "float32", word, "x"]) == 2
     assert f"specdec verifier: {word}: the verifier sets this itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["bench"], ["bench", "draft"], ["bench", "edge"], ["demo"]])
+def test_a_command_leaves_sigterm_as_it_was(command):
+    before = signal.getsignal(signal.SIGTERM)
+    with contextlib.suppress(SystemExit):  # how an option that does not exist ends it
+        assert main([*command, "--max-tokens", "no number"]) == 2
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -688,6 +688,7 @@ def test_the_installed_vllm_has_every_seam():
         seams.check((broken,))
 
 
+@pytest.mark.ends_the_stack
 def test_nothing_outlives_a_killed_verifier(engine_stack: Stack):
     """Last, since it ends the stack's verifier."""
     group = engine_stack.verifier.process.pid

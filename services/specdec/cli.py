@@ -1,11 +1,12 @@
 """The `specdec` command."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import specdec
 from specdec.errors import SpecdecError
@@ -117,23 +118,23 @@ def _up(argv: list[str]) -> int:
 def _demo(argv: list[str]) -> int:
     from specdec.demo import demo
 
-    _end_on_sigterm()
-    return demo(argv)
+    with _ended_by_sigterm():
+        return demo(argv)
 
 
 def _bench(argv: list[str]) -> int:
-    _end_on_sigterm()
-    if argv[:1] == ["draft"]:
-        from specdec.draft.bench import bench_draft
+    with _ended_by_sigterm():
+        if argv[:1] == ["draft"]:
+            from specdec.draft.bench import bench_draft
 
-        return bench_draft(argv[1:])
-    if argv[:1] == ["edge"]:
-        from specdec.edge_bench import bench_edge
+            return bench_draft(argv[1:])
+        if argv[:1] == ["edge"]:
+            from specdec.edge_bench import bench_edge
 
-        return bench_edge(argv[1:])
-    from specdec.bench import bench
+            return bench_edge(argv[1:])
+        from specdec.bench import bench
 
-    return bench(argv)
+        return bench(argv)
 
 
 def _simulate(argv: list[str]) -> int:
@@ -142,10 +143,15 @@ def _simulate(argv: list[str]) -> int:
     return simulate(argv)
 
 
-def _end_on_sigterm() -> None:
-    """Makes SIGTERM end a command as Ctrl-C does: what it started is stopped first."""
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM ends a command as Ctrl-C does: what it started is stopped first."""
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
