@@ -39,6 +39,15 @@ def test_the_demo_heads_figures_are_those_of_the_committed_run():
         assert " ".join(f"{x:.2f}" for x in row["stood"]) == stood
 
 
+def test_the_routers_figures_are_those_of_the_committed_run():
+    result = json.loads((ROOT / "results" / "edge-cpu.json").read_text())["result"]
+    added, left, late = re.findall(r"router added ([\d.]+) ms .* left ([\d.]+) of .* at most ([\d.]+) ms late", README)[
+        0
+    ]
+    measured = result["added_ttft_ms"], result["throughput"], result["lag_p99_ms"]
+    assert (float(added), float(left), float(late)) == measured
+
+
 def test_the_drafts_figures_are_those_of_the_committed_runs():
     runs = json.loads((ROOT / "results" / "draft-h200.json").read_text())["runs"]
     measured = {
