@@ -2,9 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from operator import add, sub
 from typing import Any
 
 import httpx
@@ -40,15 +41,17 @@ class Decoded:
     accepted: tuple[int, ...] = ()
 
     def __sub__(self, before: "Decoded") -> "Decoded":
-        return Decoded(
-            self.tokens - before.tokens,
-            self.cycles - before.cycles,
-            _differences(self.proposed, before.proposed),
-            _differences(self.accepted, before.accepted),
-        )
+        return self._with(before, sub)
 
     def __add__(self, more: "Decoded") -> "Decoded":
-        return self - (Decoded(0, 0) - more)
+        return self._with(more, add)
+
+    def _with(self, other: "Decoded", act: Callable[[int, int], int]) -> "Decoded":
+        def each(ours: tuple[int, ...], its: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(act(a, b) for a, b in zip_longest(ours, its, fillvalue=0))
+
+        tokens, cycles = act(self.tokens, other.tokens), act(self.cycles, other.cycles)
+        return Decoded(tokens, cycles, each(self.proposed, other.proposed), each(self.accepted, other.accepted))
 
     @property
     def accept_length(self) -> float | None:
@@ -66,19 +69,11 @@ class Decoded:
         return 1 + sum(self.accepted) / self.proposed[0] if self.proposed and self.proposed[0] else None
 
 
-def _differences(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip_longest(now, before, fillvalue=0))
-
-
 def decoded(verifier_url: str) -> Decoded:
     """All the cycles a pair has run so far, once no session is open. Raises AnswerError."""
     until = time.monotonic() + 5
     while True:
-        try:
-            text = httpx.get(f"{verifier_url}/metrics", timeout=5, trust_env=False).text
-        except httpx.HTTPError as error:
-            raise AnswerError(f"{verifier_url}: {error}") from error
-        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("specdec_"))
+        values = _metrics(verifier_url, "specdec_")
         if float(values["specdec_sessions"]) == 0 or time.monotonic() > until:
             proposed, accepted = (
                 _by_position(values, f"specdec_{what}_at_position_total") for what in ("proposed", "accepted")
@@ -90,14 +85,19 @@ def decoded(verifier_url: str) -> Decoded:
 
 def own_decoded(vllm_url: str) -> Decoded:
     """The same of vLLM's own speculation: its cycles with drafts, by position; no tokens. Raises AnswerError."""
-    try:
-        text = httpx.get(f"{vllm_url}/metrics", timeout=5, trust_env=False).text
-    except httpx.HTTPError as error:
-        raise AnswerError(f"{vllm_url}: {error}") from error
-    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("vllm:spec_decode_num_")]
-    accepted = [int(float(value)) for name, value in lines if "accepted_tokens_per_pos_total" in name]
-    drafts = sum(int(float(value)) for name, value in lines if "num_drafts_total" in name)
+    values = _metrics(vllm_url, "vllm:spec_decode_num_")
+    accepted = [int(float(value)) for name, value in values.items() if "accepted_tokens_per_pos_total" in name]
+    drafts = sum(int(float(value)) for name, value in values.items() if "num_drafts_total" in name)
     return Decoded(0, 0, (drafts,) * len(accepted), tuple(accepted))
+
+
+def _metrics(url: str, prefix: str) -> dict[str, str]:
+    """What a server's metrics with such names are. Raises AnswerError."""
+    try:
+        text = httpx.get(f"{url}/metrics", timeout=5, trust_env=False).text
+    except httpx.HTTPError as error:
+        raise AnswerError(f"{url}: {error}") from error
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(prefix))
 
 
 def _by_position(values: dict[str, str], name: str) -> tuple[int, ...]:

@@ -77,17 +77,11 @@ def _measured(settings: EdgeBenchSettings, folder: Path) -> dict[str, Any]:
     engine_command = [sys.executable, "-m", "specdec.standin", str(engine_port), str(control_port), str(settings.rate)]
     router_command = [sys.executable, "-m", "specdec", "router", "--port", str(port), "--admin-port", str(admin_port)]
     router_command += ["--pairs", f"{_HOST}:{control_port}"]
-    engine = Service("stand-in", engine_command, direct, folder / "stand-in.log", os.environ)
-    router = None
-    try:
+    with Service("stand-in", engine_command, direct, folder / "stand-in.log", os.environ) as engine:
         engine.wait_ready(30)
-        router = Service("router", router_command, admin + "/readyz", folder / "router.log", os.environ)
-        router.wait_ready(30)
-        return asyncio.run(_compare(settings, direct, routed, admin))
-    finally:
-        for service in (router, engine):
-            if service is not None:
-                service.process.stop()
+        with Service("router", router_command, admin + "/readyz", folder / "router.log", os.environ) as router:
+            router.wait_ready(30)
+            return asyncio.run(_compare(settings, direct, routed, admin))
 
 
 async def _compare(settings: EdgeBenchSettings, direct: str, routed: str, admin: str) -> dict[str, Any]:

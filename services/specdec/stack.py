@@ -76,6 +76,14 @@ class Service:
         self.process: Guarded
         self.start()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.process.stop()
+
     def start(self) -> None:
         """Starts it (again)."""
         with self.log.open("ab") as log:
@@ -125,14 +133,6 @@ class Plain(Service):
         environment = {"VLLM_RPC_BASE_PATH": str(logs), **CPU_ENVIRONMENT, **os.environ, **(env or {})}
         log = logs / f"{name.replace(' ', '-')}.log"
         super().__init__(name, command, self.url + "/health", log, environment)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.process.stop()
 
 
 class Stack:
