@@ -26,6 +26,7 @@ class Sent:
 
     received: float
     body: dict[str, Any]
+    authorization: str | None = None
     fault: str = ""
     first: float = 0.0
     last: float = 0.0
@@ -91,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        sent = Sent(time.perf_counter(), body)
+        sent = Sent(time.perf_counter(), body, self.headers["authorization"])
         chars = sum(len(message["content"]) for message in body["messages"])
         sent.prompt_tokens = chars // CHARS_A_TOKEN + TEMPLATE_TOKENS
         if body["max_tokens"] > 1:  # one token: how a load test begins

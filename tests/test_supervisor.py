@@ -7,8 +7,10 @@ import os
 from collections.abc import AsyncIterator
 
 import grpc
+import httpx
 import pytest
 from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 
 import specdec
 from fake_engine import FakePair, fake_pair, until
@@ -119,8 +121,10 @@ def verifier_of(pair: FakePair, **settings) -> Supervisor:
 
 
 def test_a_head_without_a_config_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(SettingsError, match=r"--head .*no folder with a config.json"):
-        Supervisor(VerifierSettings(model="m/n", head=tmp_path), [])
+    with pytest.raises(SettingsError, match=r"--head .*: it has no config.json"):
+        Supervisor(VerifierSettings(model="m/n", head=str(tmp_path)), [])
+    with pytest.raises(SettingsError, match="--head nowhere: there is no such folder"):
+        Supervisor(VerifierSettings(model="m/n", head="nowhere"), [])
 
 
 def test_the_pairs_memory_and_environment_follow_the_head(tmp_path, monkeypatch):
@@ -138,7 +142,7 @@ def test_the_pairs_memory_and_environment_follow_the_head(tmp_path, monkeypatch)
         assert await verifier.run() == 0
         sizes.append(verifier._segment.layout.states_mb)
 
-    asyncio.run(run(head=tmp_path, states_mb=3))
+    asyncio.run(run(head=str(tmp_path), states_mb=3))
     asyncio.run(run(states_mb=3))
     assert sizes == [3, 0]
     assert [env.get("SPECDEC_HEAD") for env in started] == [str(tmp_path), ""]  # whatever the variable was
@@ -166,7 +170,12 @@ def test_its_description_and_readiness(tmp_path):
                 "draft": {"up": False, "detail": "no draft process has joined the pair"},
                 "routers": 0,
             }
-            assert verifier_of(pair, advertise="http://pod:1")._describe().http_url == "http://pod:1"
+            for advertise, url in (
+                ("http://pod:1", "http://pod:1"),
+                ("10.1.2.3", "http://10.1.2.3:8100"),
+                ("fd00::3", "http://[fd00::3]:8100"),
+            ):
+                assert verifier_of(pair, host="::", advertise=advertise)._describe().http_url == url
 
     asyncio.run(main())
 
@@ -236,6 +245,25 @@ def test_it_is_ready_while_vllm_says_so_and_ends_when_vllm_does(tmp_path, monkey
 
     asyncio.run(main())
     assert "vLLM ended with exit code 3" in caplog.text
+
+
+def test_vllms_own_metrics_are_beside_the_pairs(tmp_path):
+    async def main():
+        app = FastAPI()
+        app.get("/metrics")(lambda: PlainTextResponse("vllm:num_requests_running 3\n"))
+        listener = listen("127.0.0.1", 0, "vLLM")
+        async with fake_pair(tmp_path) as pair:
+            verifier = verifier_of(pair, port=listener.getsockname()[1])
+            transport = httpx.ASGITransport(verifier._health_app())
+            async with httpx.AsyncClient(transport=transport, base_url="http://verifier") as client:
+                async with serving(app, listener, 1):
+                    answer = await client.get("/vllm/metrics")
+                assert (answer.status_code, answer.text) == (200, "vllm:num_requests_running 3\n")
+                answer = await client.get("/vllm/metrics")
+                assert (answer.status_code, answer.text) == (503, "vLLM does not answer: ConnectError\n")
+                assert "specdec_" in (await client.get("/metrics")).text
+
+    asyncio.run(main())
 
 
 def test_it_gives_up_on_a_vllm_that_never_gets_ready(tmp_path, caplog):

@@ -33,7 +33,7 @@ class BenchSettings(Settings):
     section: ClassVar[str] = "bench"
 
     drafter: str = Field("eagle3", description="as specdec draft --drafter; eagle3 is the demo model's own head")
-    draft_model: Path | None = Field(None, description="as specdec up --draft-model")
+    draft_model: str | None = Field(None, description="as specdec up --draft-model")
     prompts: Path | None = Field(
         None, description='a JSON file of [{"kind": ..., "prompt": ...}, ...]; default the demo\'s twelve'
     )
@@ -143,7 +143,7 @@ def bench(argv: list[str]) -> int:
         plain = servers.enter_context(Plain(model, logs.folder, vllm_args))
         others = [plain]
         if settings.own:
-            own = {"method": "eagle3", "model": str(draft_model), "num_speculative_tokens": settings.own}
+            own = {"method": "eagle3", "model": draft_model, "num_speculative_tokens": settings.own}
             args = [*vllm_args, "--speculative-config", json.dumps(own)]
             others.append(servers.enter_context(Plain(model, logs.folder, args, name="vLLM with its own EAGLE-3")))
         stack.wait_ready()

@@ -19,6 +19,7 @@ USAGE = """specdec: speculative decoding served across processes
     specdec bench     speculation off, fixed k, auto, and windows, in one run
     specdec bench draft   the draft alone: ms a proposal beside what its bytes take
     specdec bench edge    the router: what it adds in front of an engine that computes nothing
+    specdec check     one question to a running stack: is it answered, with speculation?
     specdec simulate  the step policy on cost and acceptance that are known
 
     specdec router    one service each
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         "up": _up,
         "demo": _demo,
         "bench": _bench,
+        "check": _check,
         "simulate": _simulate,
         "router": _router,
         "verifier": _verifier,
@@ -135,6 +137,12 @@ def _bench(argv: list[str]) -> int:
         from specdec.bench import bench
 
         return bench(argv)
+
+
+def _check(argv: list[str]) -> int:
+    from specdec.check import check
+
+    return check(argv)
 
 
 def _simulate(argv: list[str]) -> int:

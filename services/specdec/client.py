@@ -107,8 +107,11 @@ def _by_position(values: dict[str, str], name: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def stream_chat(url: str, model: str, prompt: str, **parameters: Any) -> Iterator[tuple[str, list[int], Answer]]:
+def stream_chat(
+    url: str, model: str, prompt: str, *, api_key: str | None = None, **parameters: Any
+) -> Iterator[tuple[str, list[int], Answer]]:
     """Streams one chat answer: (text, token ids, the answer so far) a chunk. Raises AnswerError."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -119,7 +122,10 @@ def stream_chat(url: str, model: str, prompt: str, **parameters: Any) -> Iterato
     }
     answer, start, done = Answer(), time.perf_counter(), False
     try:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600, trust_env=False) as response:
+        request = httpx.stream(
+            "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=600, trust_env=False
+        )
+        with request as response:
             if response.status_code != 200:
                 raise AnswerError(f"{url}: {response.status_code}: {response.read().decode(errors='replace')[:500]}")
             for line in response.iter_lines():
@@ -143,7 +149,7 @@ def stream_chat(url: str, model: str, prompt: str, **parameters: Any) -> Iterato
                     answer.completion_tokens = usage["completion_tokens"]
                     answer.accepted = details.get("accepted_prediction_tokens") or 0
                     answer.rejected = details.get("rejected_prediction_tokens") or 0
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise AnswerError(f"{url}: {type(error).__name__}: {error}") from error
     if not done:
         raise AnswerError(f"{url}: the stream ended without [DONE]")

@@ -27,7 +27,7 @@ from pydantic_settings import (
 
 from specdec.errors import SettingsError
 
-SECTIONS = ("router", "verifier", "draft", "up", "demo", "bench", "bench draft", "bench edge", "simulate")
+SECTIONS = ("router", "verifier", "draft", "up", "demo", "bench", "bench draft", "bench edge", "check", "simulate")
 
 
 class _Environment(EnvSettingsSource):

@@ -147,7 +147,7 @@ class Stack:
         logs: Path,
         *,
         drafter: str = "ngram",
-        draft_model: Path | None = None,
+        draft_model: str | None = None,
         router_args: Sequence[str] = (),
         verifier_args: Sequence[str] = (),
         vllm_args: Sequence[str] = (),
@@ -196,14 +196,14 @@ class Stack:
         self._await_loop(self.admin_url, timeout_s)
         self._progress("ready")
 
-    def start_draft(self, drafter: str, draft_model: Path | None = None) -> None:
+    def start_draft(self, drafter: str, draft_model: str | None = None) -> None:
         """Starts a draft for the pair, stopping the one before; without `draft_model`, with the stack's own."""
         self.drafter, draft_model = drafter, draft_model or self._draft_model
         if self.draft is not None:
             self.draft.process.stop()
         args = ["--pair", self.pair, "--drafter", drafter, "--health-port", str(self._draft_health)]
         if draft_model:
-            args += ["--model", str(draft_model)]
+            args += ["--model", draft_model]
         if drafter == "eagle3":
             args += ["--target", str(self._model)]
         self.draft = self._service("draft", args, self.draft_url)
@@ -281,10 +281,10 @@ def log_folder(given: Path | None = None) -> Iterator[Logs]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def demo_draft(drafter: str, draft_model: Path | None, *, demo: bool = True) -> tuple[str, Path | None]:
+def demo_draft(drafter: str, draft_model: str | None, *, demo: bool = True) -> tuple[str, str | None]:
     """The drafter and its weights: what was asked for, else what suits the model best that needs nothing more."""
     drafter = drafter or ("eagle3" if demo else "ngram")
-    return drafter, draft_model or (demo_head() if demo and drafter == "eagle3" else None)
+    return drafter, draft_model or (str(demo_head()) if demo and drafter == "eagle3" else None)
 
 
 class UpSettings(Settings):
@@ -300,9 +300,9 @@ class UpSettings(Settings):
     drafter: str = Field(
         "", description="as specdec draft --drafter; default eagle3 for the demo model, ngram for any other"
     )
-    draft_model: Path | None = Field(
+    draft_model: str | None = Field(
         None,
-        description="as specdec draft --model: a small model's folder, or with --drafter eagle3 a head's; the demo"
+        description="as specdec draft --model: a small model, or with --drafter eagle3 a head; the demo"
         " model has a head of its own",
     )
     host: str = Field("127.0.0.1", description="address the router listens on; the other services stay on loopback")
@@ -326,11 +326,7 @@ def up(argv: list[str]) -> int:
     settings = UpSettings.load(ours)
     drafter, draft_model = demo_draft(settings.drafter, settings.draft_model, demo=not settings.model)
     if drafter in ("causal", "eagle3") and draft_model is None:
-        raise SettingsError(f"--drafter {drafter} needs --draft-model: the folder of its weights")
-    if drafter == "eagle3" and settings.model and not Path(settings.model).is_dir():
-        raise SettingsError(
-            f"--drafter eagle3 needs --model as a folder, of which it reads embeddings: {settings.model}"
-        )
+        raise SettingsError(f"--drafter {drafter} needs --draft-model: its weights")
     listen(settings.host, settings.port, "--port").close()  # before anything is started that would then wait for it
     model = settings.model or str(demo_model())
     if not vllm_args and not settings.model:

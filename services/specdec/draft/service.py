@@ -13,7 +13,8 @@ from specdec.channel.segment import Role, Segment, segment_path
 from specdec.draft.drafters import load_drafter
 from specdec.draft.engine import DraftEngine
 from specdec.draft.settings import DraftSettings
-from specdec.errors import SegmentInUse, SegmentMissing
+from specdec.errors import SegmentInUse, SegmentMissing, SetupError
+from specdec.hub import model_folder
 from specdec.serve import listen, serving
 from specdec.telemetry import DraftMetrics, health_app
 
@@ -28,10 +29,12 @@ class DraftService:
     def __init__(self, settings: DraftSettings) -> None:
         self._settings = settings
         self._path = segment_path(settings.pair)
+        if settings.drafter in ("causal", "eagle3"):
+            require_device(settings.device)
         self._drafter = load_drafter(
             settings.drafter,
-            model=settings.model,
-            target=settings.target,
+            model=model_folder(settings.model, "--model") if settings.model else None,
+            target=model_folder(settings.target, "--target") if settings.target else None,
             device=settings.device,
             dtype=settings.computed_in,
             memory_gb=memory_gb(settings),
@@ -102,6 +105,21 @@ class DraftService:
     def _readiness(self) -> dict[str, Any]:
         ready = self._engine is not None
         return {"ready": ready, "reasons": [] if ready else [self._detail], "drafter": self._settings.drafter}
+
+
+def require_device(device: str) -> None:
+    """Raises SetupError, with what to set, if a GPU is asked for that this process does not see."""
+    if not device.startswith("cuda"):
+        return
+    import torch
+
+    seen, index = torch.cuda.device_count(), torch.device(device).index or 0
+    if index >= seen:
+        raise SetupError(
+            f"--device {device}: {seen} GPUs are visible here. In Kubernetes, gpu.mode wholeNode needs a node that "
+            "shows all its GPUs to a container which asked for none: nvidia as the default container runtime, and "
+            "accept-nvidia-visible-devices-envvar-when-unprivileged = true in its settings; gpu.mode dra does without"
+        )
 
 
 def memory_gb(settings: DraftSettings) -> float:

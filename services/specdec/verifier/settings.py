@@ -16,7 +16,9 @@ class VerifierSettings(Settings):
     model_config = SettingsConfigDict(env_prefix="SPECDEC_VERIFIER_")
     section: ClassVar[str] = "verifier"
 
-    model: str = Field(min_length=1, description="the target: a model folder or a name vLLM can load")
+    model: str = Field(
+        min_length=1, description="the target: a model folder, a name vLLM can load, or specdec:demo, the demo's model"
+    )
     pair: str = Field(
         "default", description="name of this verifier and its draft on this machine; names the segment in /dev/shm"
     )
@@ -24,7 +26,9 @@ class VerifierSettings(Settings):
     port: int = Field(8100, ge=1, le=65535, description="vLLM's OpenAI server")
     control_port: int = Field(8101, ge=1, le=65535, description="gRPC: orders in, verdicts out")
     health_port: int = Field(8102, ge=1, le=65535, description="/livez, /readyz and /metrics of the pair")
-    advertise: str = Field("", description="URL under which routers reach vLLM; default http://HOST:PORT")
+    advertise: str = Field(
+        "", description="URL under which routers reach vLLM, or the address alone; default http://HOST:PORT"
+    )
     control_secret_file: Path | None = Field(None, description="secret that routers must know, too")
     control_tls_cert: Path | None = Field(None, description="the control port's certificate (PEM)")
     control_tls_key: Path | None = Field(None, description="its key")
@@ -34,10 +38,10 @@ class VerifierSettings(Settings):
     draft_deadline_ms: float = Field(
         0, ge=0, description="how long a cycle waits for its drafts; 0: 1.5 times the draft's p99, at least 2 ms"
     )
-    head: Path | None = Field(
+    head: str | None = Field(
         None,
-        description="folder of the EAGLE-3 head the draft runs (its --model): its config says which layers' "
-        "hidden states the target hands over",
+        description="the EAGLE-3 head the draft runs, as its --model: its config says which layers' hidden states the "
+        "target hands over",
     )
     states_mb: int = Field(
         64,

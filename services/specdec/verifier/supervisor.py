@@ -12,6 +12,8 @@ from typing import Any
 
 import grpc
 import httpx
+from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 
 import specdec
 from specdec.channel.layout import Layout
@@ -19,6 +21,7 @@ from specdec.channel.segment import Role, Segment, now_ns, segment_path
 from specdec.control_auth import ControlAuth
 from specdec.errors import SettingsError, SetupError
 from specdec.guard import Guarded
+from specdec.hub import DEMO_MODEL, model_folder
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.scratch import Scratch
@@ -48,6 +51,11 @@ OURS = frozenset(
 )
 
 
+def model_argument(model: str) -> str:
+    """The model as vLLM is told. The demo's is made on the first call."""
+    return str(model_folder(model, "--model")) if model == DEMO_MODEL else model
+
+
 def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
     """vLLM's stock OpenAI server with the plug-ins. Raises SetupError if `extra` takes one of them out."""
     for word in extra:
@@ -64,7 +72,7 @@ def engine_command(settings: VerifierSettings, extra: list[str]) -> list[str]:
     }
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", settings.model, "--host", settings.host, "--port", str(settings.port)),
+        *("--model", model_argument(settings.model), "--host", settings.host, "--port", str(settings.port)),
         *("--max-num-seqs", str(settings.max_num_seqs)),
         *("--worker-cls", "specdec.verifier.cpu.Worker"),
         *("--scheduler-cls", "specdec.verifier.scheduler.Scheduler"),
@@ -92,6 +100,11 @@ def engine_environment(**more: str) -> dict[str, str]:
     return {**defaults, **os.environ, **more}
 
 
+def bracketed(host: str) -> str:
+    """A host as URLs have it: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 class Supervisor:
     """One verifier process."""
 
@@ -99,12 +112,15 @@ class Supervisor:
         self._settings = settings
         self._command = engine_command(settings, extra)
         self._vllm_version = vllm_version()
-        if settings.head and not (settings.head / "config.json").is_file():
-            raise SettingsError(f"--head {settings.head}: no folder with a config.json")
+        self._head = model_folder(settings.head, "--head", weights=False) if settings.head else None
+        if self._head and not (self._head / "config.json").is_file():
+            raise SettingsError(f"--head {settings.head}: it has no config.json")
         if settings.host in ("0.0.0.0", "::") and not settings.advertise:
             raise SettingsError(f"--host {settings.host} needs --advertise: the URL under which routers reach vLLM")
-        self._address = f"[{settings.host}]" if ":" in settings.host else settings.host
-        self._url = settings.advertise or f"http://{self._address}:{settings.port}"
+        self._address = bracketed(settings.host)
+        self._url = settings.advertise or settings.host
+        if "://" not in self._url:
+            self._url = f"http://{bracketed(self._url)}:{settings.port}"
         self._auth = ControlAuth(
             settings.control_secret_file,
             settings.control_tls_cert,
@@ -126,7 +142,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        layout = Layout(2 * s.max_num_seqs, s.max_steps, states_mb=s.states_mb if s.head else 0)
+        layout = Layout(2 * s.max_num_seqs, s.max_steps, states_mb=s.states_mb if self._head else 0)
         with Segment.create(segment_path(s.pair), layout) as segment:
             self._segment = segment
             segment.word("control.draft_limit_us").value = int(s.draft_deadline_ms * 1000)
@@ -137,12 +153,12 @@ class Supervisor:
             pb_grpc.add_SpeculationServicer_to_server(self._control, server)
             self._auth.listen(server, f"{self._address}:{s.control_port}")
             sockets = Scratch("specdec-vllm-")  # vLLM leaves its sockets where it makes them
-            variables = {SEGMENT_VARIABLE: str(segment.path), HEAD_VARIABLE: str(s.head or "")}
+            variables = {SEGMENT_VARIABLE: str(segment.path), HEAD_VARIABLE: str(self._head or "")}
             variables["VLLM_RPC_BASE_PATH"] = os.environ.get("VLLM_RPC_BASE_PATH", str(sockets.path))
             engine = Guarded(self._command, env=engine_environment(**variables))
             self._control.start()
             try:
-                async with serving(health_app(self._metrics.registry, self._readiness), health):
+                async with serving(self._health_app(), health):
                     await server.start()
                     return await self._watch(engine)
             finally:
@@ -150,6 +166,21 @@ class Supervisor:
                 await server.stop(1)
                 await asyncio.to_thread(engine.stop, s.stop_grace_s)
                 sockets.remove()
+
+    def _health_app(self) -> FastAPI:
+        """The health routes, and vLLM's own metrics: its port, which has no keys, may stay closed to others."""
+        app = health_app(self._metrics.registry, self._readiness)
+
+        @app.get("/vllm/metrics")
+        async def vllm_metrics() -> Response:
+            try:
+                async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
+                    answer = await client.get(f"http://{self._address}:{self._settings.port}/metrics")
+            except httpx.HTTPError as error:
+                return PlainTextResponse(f"vLLM does not answer: {type(error).__name__}\n", status_code=503)
+            return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
+
+        return app
 
     async def _watch(self, engine: Guarded) -> int:
         deadline = time.monotonic() + self._settings.start_timeout_s
