@@ -41,7 +41,7 @@ _PULSE_S = 1.0
 
 
 def _beat(pulse: Word) -> None:
-    """Says that this process runs: vLLM's own /health does not notice one that is stopped, or holds the GIL for ever."""
+    """Says that this process runs: vLLM's own /health does not notice one that is stopped, or never lets the GIL go."""
     while True:
         pulse.value = now_ns()
         time.sleep(_PULSE_S)
