@@ -45,7 +45,7 @@ class Bench:
         await asyncio.wait_for(asyncio.gather(*self.tasks.values(), return_exceptions=True), 5)
         a = self.admission
         assert (a.running, a.waiting, a.waiting_tokens, a.waiting_bytes, len(a._queue)) == (0, 0, 0, 0, 0)
-        for name in ("admitted_sessions", "waiting_sessions", "waiting_tokens"):
+        for name in ("admitted_sessions", "waiting_sessions", "waiting_tokens", "waiting_bytes"):
             assert self.metrics.registry.get_sample_value(f"specdec_router_{name}") == 0
 
 
@@ -112,6 +112,7 @@ def test_beyond_the_queues_bytes_it_says_no_at_once():
         assert (await refusal(bench.ask("c", size=101))).code == "too_many_waiting"
         bench.ask("d", size=100)
         await until(lambda: bench.admission.waiting_bytes == 1000)
+        assert bench.metrics.registry.get_sample_value("specdec_router_waiting_bytes") == 1000
         bench.ends["a"].set()
         await until(lambda: bench.running == ["b"])
         assert bench.admission.waiting_bytes == 100

@@ -84,6 +84,7 @@ class Admission:
         self.waiting_bytes += size
         self._metrics.waiting.set(self.waiting)
         self._metrics.waiting_tokens.set(self.waiting_tokens)
+        self._metrics.waiting_bytes.set(self.waiting_bytes)
 
     async def _wait(self, sessions: int, tokens: int, size: int) -> None:
         full = (
