@@ -4,7 +4,7 @@ on its head's size and time, and on the time between an answer and the next requ
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from specdec.router.errors import ApiError
 
@@ -42,6 +42,8 @@ class Protocol(HttpToolsProtocol):
         """It is whole."""
         self._wait_ends()
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _Unchunked(self.cycle)  # type: ignore[method-assign]
 
     def data_received(self, data: bytes) -> None:
         """Also ends what sends a head without an end."""
@@ -109,3 +111,22 @@ class Protocol(HttpToolsProtocol):
         head = b"HTTP/1.1 %d Error\r\ncontent-type: application/json\r\nconnection: close\r\n" % error.status
         self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self.transport.close()
+
+
+class _Unchunked:
+    """A cycle's `send` for a client of HTTP/1.0, which knows no chunks: a body without a length ends with its
+    connection. uvicorn would chunk it."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send = cycle, cycle.send
+        self._open_end = False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._open_end = names.isdisjoint((b"content-length", b"transfer-encoding"))
+            if self._open_end:
+                self._cycle.chunked_encoding = False
+        elif self._open_end:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # all that is checked
+        await self._send(message)
