@@ -171,4 +171,5 @@ def test_errors_about_many_strings_cost_little():
     digits = "".join(f"{n:04d}" for n in range(800))
     many = [digits[at : at + 16] for at in range(2000)]
     error = of_engine(400, openai_form(digits), json.dumps({"messages": many}).encode())
-    assert error.message == "the engine answered 400"
+    assert error.message.startswith("…")
+    assert not any(one in error.message for one in many)

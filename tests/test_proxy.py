@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import gzip
 import json
 import logging
@@ -42,7 +41,6 @@ from edge_kit import (
     url_of,
 )
 from fake_engine import fake_pair, until
-from specdec import serve
 from specdec.router import proxy
 from specdec.router.app import create_app
 from specdec.router.protocol import Protocol
@@ -53,16 +51,11 @@ from specdec.serve import listen, serving
 
 
 @pytest.fixture(scope="module")
-def shared(request, tmp_path_factory):
-    """One router for the tests of this file, with one of uvicorn's two HTTP libraries.
-
-    uvicorn takes httptools where it finds it: beside vLLM, but not in the router's own image.
-    """
-    library = getattr(request, "param", "h11")
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
-        patch.setattr(serve.uvicorn, "Config", functools.partial(serve.uvicorn.Config, http=library))
+def shared(tmp_path_factory):
+    """One router for the tests of this file."""
+    with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        router = runner.run(stack.enter_async_context(routed(tmp_path_factory.mktemp(library), refused)))
+        router = runner.run(stack.enter_async_context(routed(tmp_path_factory.mktemp("router"), refused)))
         router.runner = runner
         yield router
         runner.run(stack.aclose())
@@ -717,7 +710,7 @@ def test_taking_speculative_out_leaves_every_other_byte(router):
         async with router.answering(reply()):
             number = b"1" * 5000
             await router.client.post(CHAT, content=b'{"a": 1.50, "speculative":"off", "b":' + number + b"}")
-            assert router.vllm.asked[-1].body == b'{"a":1.50,"b":' + number + b"}"
+            assert router.vllm.asked[-1].body == b'{"a": 1.50, "b":' + number + b"}"
 
     router.run(main)
 
@@ -1155,7 +1148,6 @@ async def busy_stream(asked: Asked, send: Send) -> None:
     ],
     ids=["headers", "document", "other-document", "stream", "other-stream", "unread-stream"],
 )
-@pytest.mark.parametrize("shared", ["h11", "httptools"], indirect=True, scope="module")
 def test_a_client_that_goes_ends_the_engines_work(router, caplog, answer, path, wait_for):
     async def main():
         async with router.answering(answer):
