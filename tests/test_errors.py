@@ -4,6 +4,8 @@ import json
 import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specdec.router.errors import TABLE, ApiError, of_engine, of_status
 
@@ -125,6 +127,29 @@ def test_each_of_vllms_forms(status, body, code, param, message):
     assert error.message.startswith(message)
     assert "SECRET" not in error.message
     assert "parameter=" not in error.message
+
+
+WORDS = st.sampled_from(
+    ["error", "message", "detail", "loc", "msg", "param", "code", "body", "a (parameter=b)", "\ud800"]
+)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ANYTHING, st.sampled_from([400, 404, 422, 500]))
+def test_whatever_an_engine_says_is_an_error_of_ours(said, status):
+    error = of_engine(status, json.dumps(said).encode(), b'{"n": 2}')
+    body = error.body()
+    assert len(body) <= 4096
+    assert json.loads(body)["error"]["message"]
+
+
+def test_a_long_parameter_costs_the_message_nothing():
+    error = json.loads(of_engine(400, openai_form("why", "p" * 50_000)).body())["error"]
+    assert (error["message"], error["param"]) == ("why", "p" * 64)
 
 
 @pytest.mark.parametrize(

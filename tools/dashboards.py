@@ -448,9 +448,9 @@ SERVICE = (
                 width=6,
             ),
             Panel(
-                "Waiting at the routers, in memory",
+                "Bodies held by the routers",
                 [(f"sum by (instance) (specdec_router_waiting_bytes{{{_ROUTER}}})", "{{instance}}")],
-                "Bodies of requests that wait to be let in; `--max-waiting-mb` of each router bounds them.",
+                "Of requests that wait to be let in or are being received; `--max-waiting-mb` bounds each router's.",
                 "bytes",
                 width=6,
             ),

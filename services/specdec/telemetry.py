@@ -140,9 +140,9 @@ ROUTER = (
         "specdec_router_waiting_bytes",
         "gauge",
         "bytes",
-        "Their requests' bodies, held in memory",
-        "Near `--max-waiting-mb`, requests are refused with 429: pictures or long prompts wait. Add pairs, or raise it "
-        "with the router's memory.",
+        "Their requests' bodies in memory, with those that are being received",
+        "Near `--max-waiting-mb`, requests with large bodies are refused with 429: pictures or long prompts wait, or "
+        "uploads are slow. Add pairs, or raise it with the router's memory.",
     ),
     Entry(
         "specdec_router_retries_total",

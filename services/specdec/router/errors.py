@@ -46,6 +46,7 @@ _BY_STATUS = {400: "invalid_request", 415: "invalid_request", 422: "invalid_requ
 }
 _READ = 4096  # characters of an engine's message that are looked at
 _MESSAGE = 1500  # characters; with JSON's escapes the body stays under 4 kB
+_PARAM = 64  # characters
 _RETRY_S = 2
 _OVERFLOW = re.compile(r"maximum context length|max_model_len|maximum model length", re.IGNORECASE)
 _FULL = re.compile(r"max_tokens must be at least 1, got 0")
@@ -74,12 +75,12 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The error's JSON."""
-        message, param = self.message, self.param
+        message, param = self.message, self.param and self.param[:_PARAM]
         while True:
             error = {"message": message, "type": self.type, "param": param, "code": self.code}
             if len(body := json.dumps({"error": error}).encode()) <= 4000:
                 return body
-            message, param = message[: len(message) // 2], param and param[:64]
+            message = message[: len(message) // 2]
 
     def event(self) -> bytes:
         """The same in a stream whose headers have been sent."""
@@ -144,17 +145,26 @@ def _parts(body: bytes) -> tuple[str, str | None]:
         return "", None
     error: Any = answer.get("error", answer)
     if not isinstance(error, dict):
-        return str(error), None
+        return _text(error), None
     message = error.get("message", error.get("detail", ""))
     if isinstance(message, list):  # FastAPI's 422
         faults = [fault for fault in message if isinstance(fault, dict)]
-        where = [".".join(str(word) for word in fault.get("loc", ())) for fault in faults]
+        where = [_place(fault.get("loc")) for fault in faults]
         said = "; ".join(
             f"{_field(place) or 'body'}: {fault.get('msg', '')}" for place, fault in zip(where, faults, strict=True)
         )
         return said, where[0] if where else None
     param = error.get("param")
-    return str(message), param if isinstance(param, str) else None
+    return _text(message), param if isinstance(param, str) else None
+
+
+def _text(said: Any) -> str:
+    return "" if said is None else str(said)
+
+
+def _place(loc: Any) -> str:
+    """FastAPI's `loc` as one name."""
+    return ".".join(str(word) for word in loc) if isinstance(loc, list) else ""
 
 
 def _field(where: str | None) -> str | None:

@@ -68,9 +68,9 @@ class Asked:
     prefix: bytes = b""  # the prompt's first bytes
 
 
-async def read_body(http: HttpRequest, limits: Limits) -> bytes:
-    """The request's body. Raises ApiError: 413 as soon as it is larger than allowed, 408 if it does not come in time;
-    and ClientGone."""
+async def read_body(http: HttpRequest, limits: Limits, more: Callable[[int], None]) -> bytes:
+    """The request's body; `more` is told the size of each part, and may refuse it. Raises ApiError: 413 as soon as it
+    is larger than allowed, 408 if it does not come in time; and ClientGone."""
     too_large = ApiError("request_too_large", f"the request body is larger than {limits.body_bytes} bytes")
     length = http.headers.get("content-length", "")
     if length.isdigit() and int(length) > limits.body_bytes:
@@ -82,6 +82,7 @@ async def read_body(http: HttpRequest, limits: Limits) -> bytes:
                 size += len(part)
                 if size > limits.body_bytes:
                     raise too_large
+                more(len(part))
                 parts.append(part)
     except ClientDisconnect as error:
         raise ClientGone from error

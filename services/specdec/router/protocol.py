@@ -2,6 +2,7 @@
 on its head's size and time, and on the time between an answer and the next request."""
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -11,6 +12,9 @@ from specdec.router.errors import ApiError
 _HEAD_BYTES = 1 << 16
 _HEAD_S = 30.0  # for a connection's first request to begin and every head to be whole
 _UNREAD_S = 5.0  # for the rest of a body that has its answer already, mostly an error
+# As a name that is dropped further on. llhttp would take what follows such a head for another protocol's, and the
+# request would lose its body; we speak no other, and a client may be answered as if it had not asked. Java's asks.
+_UPGRADE, _NOT_HEEDED = re.compile(rb"\nupgrade(?=[ \t]*:)", re.IGNORECASE), b"\nkeep-alive"
 
 
 class Protocol(HttpToolsProtocol):
@@ -22,6 +26,7 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes: int | None = 0  # of the head that is coming; None: none is
         self._head_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
+        self._in_body = False
 
     def connection_made(self, transport: Any) -> None:
         """Its first request is waited for from here on."""
@@ -38,15 +43,27 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self._await_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of its lines. Those behind a body are passed over: they are nobody's headers, and there may be any
+        number."""
+        if not self._in_body:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """It is whole."""
         self._wait_ends()
+        self._in_body = True
         super().on_headers_complete()
-        if self.parser.get_http_version() == "1.0":
+        if self.parser.get_http_version() != "1.1":
             self.cycle.send = _Unchunked(self.cycle)  # type: ignore[method-assign]
 
     def data_received(self, data: bytes) -> None:
         """Also ends what sends a head without an end."""
+        if not self._in_body:
+            end = data.find(b"\r\n\r\n")
+            end = len(data) if end < 0 else end
+            if _UPGRADE.search(data, 0, end):
+                data = _UPGRADE.sub(_NOT_HEEDED, data[:end]) + data[end:]
         super().data_received(data)
         if self._head_bytes is not None:
             self._head_bytes += len(data)
@@ -62,6 +79,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """A request is whole, which may have been answered before."""
+        self._in_body = False
         super().on_message_complete()
         if self.cycle.response_complete:
             self._rest(self.timeout_keep_alive)
@@ -114,7 +132,7 @@ class Protocol(HttpToolsProtocol):
 
 
 class _Unchunked:
-    """A cycle's `send` for a client of HTTP/1.0, which knows no chunks: a body without a length ends with its
+    """A cycle's `send` for a client of HTTP before 1.1, which knows no chunks: a body without a length ends with its
     connection. uvicorn would chunk it."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:

@@ -47,6 +47,7 @@ _SECRET = frozenset((b"authorization", b"x-api-key"))  # the router's own keys
 _UNBUFFERED = {b"x-accel-buffering": b"no", b"cache-control": b"no-cache"}  # asks proxies in front to stream, too
 _ID_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
 _UNSAFE = re.compile(rb"[\x00-\x20\x7f]")  # what would end the request line
+_SECONDS = re.compile(r"[0-9]{1,9}")
 _NO_CHOICES = re.compile(rb"\[\s*\]")
 _ERROR = b'data: {"error"'
 _NOT_COUNTED = (msgspec.MsgspecError, ValueError, KeyError, TypeError)
@@ -126,13 +127,14 @@ class Proxy:
             self.watches.add(watch)
             held.callback(self.watches.discard, watch)
             held.callback(watch.close)
-            with watch.cancelling():
-                body = await read_body(http, self._limits)
-            watch.listen(http)
-            asked = Asked(body)
-            if http.method == "POST":
-                reading = self._aside.run(len(body), read, path, body, self._limits)
-                asked = await (watch.race(reading) if len(body) > _LARGE_BYTES else reading)
+            with self._admission.receiving() as more:
+                with watch.cancelling():
+                    body = await read_body(http, self._limits, more)
+                watch.listen(http)
+                asked = Asked(body)
+                if http.method == "POST":
+                    reading = self._aside.run(len(body), read, path, body, self._limits)
+                    asked = await (watch.race(reading) if len(body) > _LARGE_BYTES else reading)
             if routes.queued(http.method, path):
                 place = self._admission.admitted(asked.sessions, asked.tokens, len(asked.body))
                 await watch.race(held.enter_async_context(place))
@@ -266,8 +268,8 @@ class Proxy:
             body += part
         status = answer.status if answer.status >= 400 else 404  # a redirect would leave the router
         error = await self._failure(status, body, asked)
-        if isinstance(error, ApiError) and (after := answer.header(b"retry-after")).isdigit():
-            error.retry_after_s = int(after)
+        if isinstance(error, ApiError) and (after := _SECONDS.fullmatch(answer.header(b"retry-after"))):
+            error.retry_after_s = int(after[0])
         return error
 
     async def _failure(self, status: int, body: bytes, asked: Asked) -> ApiError | _TryAnother:

@@ -16,6 +16,7 @@ _IDLE_S = 2.0  # vLLM closes after 5 s: a connection must not be used while it d
 EVENT_END = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _EVENT_BYTES = 1 << 16  # of a first event that are waited for
 _WHOLE_BYTES = 1 << 25  # of a body that is held until it is whole
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # in a header's value; aiohttp lets them through
 _UNSAID = ("accept", "accept-encoding", "content-type", "user-agent")  # headers aiohttp would add of its own
 Headers = list[tuple[bytes, bytes]]
 
@@ -124,7 +125,11 @@ class Upstream:
         said = CIMultiDict((name.decode("latin-1"), _text(value)) for name, value in headers)
         with _faults():
             response = await self._client.request(method, url, headers=said, data=body or None, allow_redirects=False)
-        return Answer(response)
+        answer = Answer(response)
+        if answer.status < 200 or any(_CONTROL.search(value) for _, value in answer.headers):
+            answer.close()
+            raise BrokenOff("an answer that cannot be passed on")
+        return answer
 
     async def close(self) -> None:
         """Closes all connections."""
