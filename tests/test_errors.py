@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specdec.router.errors import TABLE, ApiError, of_engine, of_status
@@ -140,6 +140,9 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(ANYTHING, st.sampled_from([400, 404, 422, 500]))
+@example({"detail": [{"loc": None, "msg": "x"}, {"loc": 5, "msg": "y"}]}, 422)
+@example({"error": None}, 400)
+@example({"error": {"message": None, "param": 5}}, 400)
 def test_whatever_an_engine_says_is_an_error_of_ours(said, status):
     error = of_engine(status, json.dumps(said).encode(), b'{"n": 2}')
     body = error.body()
