@@ -20,6 +20,7 @@ from fake_engine import FakePair, fake_pair, until
 from specdec.proto import speculation_pb2 as pb
 from specdec.router.app import create_app
 from specdec.router.pairs import Pair
+from specdec.router.protocol import Protocol
 from specdec.router.settings import RouterSettings
 from specdec.serve import listen, serving
 
@@ -207,7 +208,7 @@ async def routed(folder: Path, answer: Answer, **settings: Any) -> AsyncIterator
         fake.description.http_url = vllm.url = url_of(engine_socket)
         defaults = {"policy": "fixed", "steps": 3, "window": 1, "pairs": [fake.address]}
         app = create_app(RouterSettings(**(defaults | settings)))
-        async with serving(app, router_socket, 1):
+        async with serving(app, router_socket, 1, Protocol):
             pair = app.state.pairs[0]
             await until(lambda: pair.ready and fake.router_until_ns)
             async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client:

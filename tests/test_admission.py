@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from edge_kit import CHAT, error_of, never, routed
+from edge_kit import CHAT, error_of, never, raw_post, reply, routed, sent
 from fake_engine import until
 from specdec.router import routes
 from specdec.router.admission import Admission
@@ -45,7 +45,7 @@ class Bench:
         await asyncio.wait_for(asyncio.gather(*self.tasks.values(), return_exceptions=True), 5)
         a = self.admission
         assert (a.running, a.waiting, a.waiting_tokens, a.waiting_bytes, len(a._queue)) == (0, 0, 0, 0, 0)
-        for name in ("admitted_sessions", "waiting_sessions", "waiting_tokens"):
+        for name in ("admitted_sessions", "waiting_sessions", "waiting_tokens", "waiting_bytes"):
             assert self.metrics.registry.get_sample_value(f"specdec_router_{name}") == 0
 
 
@@ -112,10 +112,47 @@ def test_beyond_the_queues_bytes_it_says_no_at_once():
         assert (await refusal(bench.ask("c", size=101))).code == "too_many_waiting"
         bench.ask("d", size=100)
         await until(lambda: bench.admission.waiting_bytes == 1000)
+        assert bench.metrics.registry.get_sample_value("specdec_router_waiting_bytes") == 1000
         bench.ends["a"].set()
         await until(lambda: bench.running == ["b"])
         assert bench.admission.waiting_bytes == 100
         await bench.end()
+
+    run(main)
+
+
+def test_bodies_on_their_way_count_with_those_that_wait():
+    bench = Bench(max_waiting_bytes=1 << 20)
+    with bench.admission.receiving() as first, bench.admission.receiving() as second:
+        first(1 << 22)  # alone it may be larger
+        second(1 << 16)  # and a small one is always taken
+        assert bench.metrics.registry.get_sample_value("specdec_router_waiting_bytes") == (1 << 22) + (1 << 16)
+        with pytest.raises(ApiError) as caught:
+            second(1)
+        assert caught.value.code == "too_many_waiting"
+    assert bench.metrics.registry.get_sample_value("specdec_router_waiting_bytes") == 0
+    with bench.admission.receiving() as third:
+        third(1 << 20)
+
+
+def test_uploads_that_do_not_end_take_no_more_memory_than_is_allowed(tmp_path):
+    body = b'{"messages": ["%s"]}' % (b"a " * 300_000)
+
+    async def main():
+        async with (
+            routed(tmp_path, reply(), max_waiting_mb=1) as router,
+            sent(router, raw_post(CHAT, body)[:-1]) as ends,
+        ):
+            admission = router.app.state.router.admission
+            await until(lambda: admission.receiving_bytes == len(body) - 1)
+            response = await router.post(content=body)
+            assert (response.status_code, error_of(response)["code"]) == (429, "too_many_waiting")
+            assert (await router.post(content=body[:20_000] + b'"]}')).status_code == 200
+            ends[1].write(body[-1:])
+            assert b" 200 " in await ends[0].readline()
+            assert (await router.post(content=body)).status_code == 200
+            await until(lambda: router.at_rest)
+            assert admission.receiving_bytes == 0
 
     run(main)
 

@@ -1,6 +1,7 @@
 """edge_bench.py and standin.py: a short run of the command. Its goals are for a machine that does nothing else."""
 
 import json
+import os
 
 from specdec.cli import main
 from specdec.edge_bench import _quantile_ms
@@ -12,6 +13,10 @@ def test_a_short_run_measures_each_thing(tmp_path, capsys):
     assert main(["bench", "edge", *argv, "--json", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out)
     assert json.loads(out.read_text()) == result
+    assert result["command"].startswith("specdec bench edge --requests 10 ")
+    assert {"specdec", "aiohttp"} <= result["versions"].keys()
+    assert result["machine"]["cores"] == os.cpu_count()
+    assert "commit" in result
     assert result["failed"] == 0
     assert 0 < result["added_ttft_ms"] < 100
     assert 0.5 < result["throughput"] < 1.5

@@ -105,6 +105,42 @@ def test_a_file_that_is_gone_or_empty_leaves_the_keys_and_is_told_once(file, cap
     assert accepts(keys, "later")
 
 
+def as_directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+def as_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda path: path.write_bytes(b"\xff\xfe\x00garbage"),
+        lambda path: path.write_bytes(b"k\n" * (1 << 23)),
+        as_directory,
+        as_pipe,
+    ],
+    ids=["bytes", "huge", "directory", "pipe"],
+)
+def test_a_file_that_becomes_garbage_leaves_the_keys(file, replace):
+    metrics = RouterMetrics()
+    keys = ApiKeys(file, metrics)
+    replace(file)
+    keys.reload()
+    keys.reload()
+    assert accepts(keys, "plain-key")
+    assert reloads(metrics, "failed") == 1
+
+
+def test_a_key_may_be_any_text_and_its_file_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "keys").write_bytes("\ufeffschl\u00fcssel-\u00e0\n".encode())
+    keys = ApiKeys(tmp_path / "keys", RouterMetrics())
+    assert accepts(keys, bearer("Bearer schl\u00fcssel-\u00e0".encode().decode("latin-1")))
+
+
 @pytest.mark.parametrize(
     ("authorization", "x_api_key", "key"),
     [

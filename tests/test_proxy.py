@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import gzip
 import json
 import logging
@@ -42,7 +41,6 @@ from edge_kit import (
     url_of,
 )
 from fake_engine import fake_pair, until
-from specdec import serve
 from specdec.router import proxy
 from specdec.router.app import create_app
 from specdec.router.protocol import Protocol
@@ -53,16 +51,11 @@ from specdec.serve import listen, serving
 
 
 @pytest.fixture(scope="module")
-def shared(request, tmp_path_factory):
-    """One router for the tests of this file, with one of uvicorn's two HTTP libraries.
-
-    uvicorn takes httptools where it finds it: beside vLLM, but not in the router's own image.
-    """
-    library = getattr(request, "param", "h11")
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
-        patch.setattr(serve.uvicorn, "Config", functools.partial(serve.uvicorn.Config, http=library))
+def shared(tmp_path_factory):
+    """One router for the tests of this file."""
+    with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
-        router = runner.run(stack.enter_async_context(routed(tmp_path_factory.mktemp(library), refused)))
+        router = runner.run(stack.enter_async_context(routed(tmp_path_factory.mktemp("router"), refused)))
         router.runner = runner
         yield router
         runner.run(stack.aclose())
@@ -239,6 +232,87 @@ def test_head_options_and_empty_answers(router):
             assert [asked.method for asked in router.vllm.asked] == ["OPTIONS", "HEAD"]
             response = await router.client.get("/v1/models")  # the connection is still in step
             assert response.content == b"body"
+
+    router.run(main)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+        b"HTTP/1.1 099 Odd\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx-a: b\x01c\r\ncontent-length: 2\r\n\r\n{}",
+    ],
+    ids=["switching", "no-status", "control-character"],
+)
+def test_an_answer_that_cannot_be_passed_on_is_503(router, said):
+    async def main():
+        async with router.answering(refused), rude_engine(said) as url:
+            router.described(http_url=url)
+            response = await router.post()
+            assert (response.status_code, error_of(response)["code"]) == (503, "engine_unavailable")
+
+    router.run(main)
+
+
+@pytest.mark.parametrize("after", ["\xb2", "9" * 5000, "soon", "-1"])
+def test_an_odd_retry_after_of_the_engine_is_ours_instead(router, after):
+    async def main():
+        async with router.answering(reply(b"{}", 429, ("retry-after", after))):
+            response = await router.post()
+            assert (response.status_code, response.headers["retry-after"]) == (429, "2")
+
+    router.run(main)
+
+
+# ---- oddly framed requests
+
+
+def test_an_http_1_0_client_gets_no_chunks_and_the_end_by_the_connections_end(router):
+    async def main():
+        async with router.answering(stream(delta("a"), delta("b"), DONE)):
+            request = raw_post(CHAT, b'{"messages":[],"stream":true}').replace(b"HTTP/1.1", b"HTTP/1.0")
+            async with sent(router, request) as (reader, _):
+                head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in head
+            assert b"connection: close" in head
+            assert body == delta("a") + delta("b") + DONE
+            async with sent(router, b"GET /nowhere HTTP/1.0\r\n\r\n") as (reader, _):
+                head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+            assert b"content-length: %d" % len(body) in head
+            assert json.loads(body)["error"]["code"] == "not_found"
+
+    router.run(main)
+
+
+def test_a_client_that_would_rather_speak_http_2_keeps_its_body(router):
+    """As Java's, which asks so with every first request."""
+    asks = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\ncontent-length"
+    body = b'{"messages":[],"user":"Upgrade: me"}'
+
+    async def main():
+        async with router.answering(reply()):
+            request = raw_post(CHAT, body).replace(b"content-length", asks)
+            async with sent(router, request) as (reader, writer):
+                assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+                await reader.readuntil(b"{}")
+                writer.write(request)  # on the same connection
+                assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+            assert [asked.body for asked in router.vllm.asked] == [body, body]
+            names = {name for name, _ in router.vllm.asked[0].headers}
+            assert names.isdisjoint(("upgrade", "http2-settings", "keep-alive"))
+
+    router.run(main)
+
+
+def test_what_comes_behind_a_body_is_no_header(router):
+    async def main():
+        async with router.answering(reply()):
+            request = raw_post(CHAT, b"").replace(b"content-length: 0", b"transfer-encoding: chunked")
+            async with sent(router, request + b"2\r\n{}\r\n0\r\nx-late: 1\r\n\r\n") as (reader, _):
+                assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+            assert router.vllm.asked[0].header("x-late") is None
+            assert router.vllm.asked[0].body == b"{}"
 
     router.run(main)
 
@@ -717,7 +791,7 @@ def test_taking_speculative_out_leaves_every_other_byte(router):
         async with router.answering(reply()):
             number = b"1" * 5000
             await router.client.post(CHAT, content=b'{"a": 1.50, "speculative":"off", "b":' + number + b"}")
-            assert router.vllm.asked[-1].body == b'{"a":1.50,"b":' + number + b"}"
+            assert router.vllm.asked[-1].body == b'{"a": 1.50, "b":' + number + b"}"
 
     router.run(main)
 
@@ -1155,7 +1229,6 @@ async def busy_stream(asked: Asked, send: Send) -> None:
     ],
     ids=["headers", "document", "other-document", "stream", "other-stream", "unread-stream"],
 )
-@pytest.mark.parametrize("shared", ["h11", "httptools"], indirect=True, scope="module")
 def test_a_client_that_goes_ends_the_engines_work(router, caplog, answer, path, wait_for):
     async def main():
         async with router.answering(answer):

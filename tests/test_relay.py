@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -37,7 +38,7 @@ from fake_engine import fake_pair, until
 from specdec.router.errors import ApiError
 from specdec.router.pairs import Request
 from specdec.router.relay import Relayed, Watch
-from specdec.router.service import limit_unread
+from specdec.router.service import allow_open_files, limit_unread
 from specdec.serve import listen, serving
 from specdec.stack import free_ports
 from specdec.telemetry import RouterMetrics
@@ -171,6 +172,60 @@ def test_the_kernel_keeps_little_for_a_client_that_does_not_read():
                     await asyncio.sleep(0.1)
                 assert 0 < sent_bytes < fits
                 one.close()
+
+    run(main)
+
+
+def test_a_process_may_open_as_many_files_as_the_system_lets_it():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, limits[1]), limits[1]))
+        allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+# ---- engines that say too much
+
+
+@pytest.mark.parametrize("line", [b"x" * 4000, b"data: {}\n" * 400], ids=["one-line", "lines"])
+def test_an_event_without_an_end_is_given_up(tmp_path, monkeypatch, line):
+    monkeypatch.setattr("specdec.router.relay._EVENT_BYTES", 1 << 18)
+    taken = 0
+
+    async def endless(asked: Any, send: Any) -> None:
+        nonlocal taken
+        await start(send, 200, ("content-type", "text/event-stream"))
+        await chunk(send, delta("a"))
+        while True:
+            await chunk(send, line)
+            taken += len(line)
+            await asyncio.sleep(0)
+
+    async def main():
+        async with routed(tmp_path, endless) as router:
+            response = await router.post(fields={"messages": [], "stream": True})
+            first, error, rest = response.text.split("\n\n")
+            assert first + "\n\n" == delta("a").decode()
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+            assert rest == ""
+            assert taken < 1 << 22  # the sockets' buffers, too
+            await until(lambda: router.at_rest and router.vllm.cancelled)
+
+    run(main)
+
+
+def test_a_document_too_large_to_be_held_passes_as_it_comes(tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec.router.upstream._WHOLE_BYTES", 1 << 18)
+    document = b'{"choices":[],"usage":{"completion_tokens":1},"x":"%s"}' % (b"y" * (1 << 20))
+
+    async def main():
+        async with routed(tmp_path, reply(document)) as router:
+            assert (await router.post()).content == document
+            await until(lambda: router.at_rest)
+            router.vllm.answer = reply(document[: 1 << 17] + b'"}')  # one that is not gets its counts
+            assert b'"accepted_prediction_tokens":0' in (await router.post()).content
 
     run(main)
 

@@ -445,12 +445,21 @@ SERVICE = (
                     (f"sum(specdec_sessions{{{_PAIR}}})", "sessions in the engines"),
                 ],
                 "Waiting for minutes: more load than the pairs take.",
+                width=6,
+            ),
+            Panel(
+                "Bodies held by the routers",
+                [(f"sum by (instance) (specdec_router_waiting_bytes{{{_ROUTER}}})", "{{instance}}")],
+                "Of requests that wait to be let in or are being received; `--max-waiting-mb` bounds each router's.",
+                "bytes",
+                width=6,
             ),
             Panel(
                 "Waiting in the engine",
                 quantiles("specdec_router_engine_queue_seconds", _ROUTER, 0.5, 0.95),
                 "From sending a request to a pair until its first session ran.",
                 "s",
+                width=6,
             ),
             Panel(
                 "vLLM: running and waiting",
@@ -459,6 +468,7 @@ SERVICE = (
                     (f"sum(vllm:num_requests_waiting{{{_VLLM}}})", "waiting"),
                 ],
                 "vLLM's own figures, where its port is scraped.",
+                width=6,
             ),
             Panel(
                 "vLLM: KV cache",

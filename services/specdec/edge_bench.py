@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from specdec.errors import SetupError
+from specdec.origin import origin
 from specdec.settings import Settings
 from specdec.stack import Service, free_ports
 
@@ -64,6 +65,7 @@ def bench_edge(argv: list[str]) -> int:
     settings = EdgeBenchSettings.load(argv)
     with tempfile.TemporaryDirectory(prefix="specdec-edge-") as folder:
         result = _measured(settings, Path(folder))
+    result = {**origin(["specdec", "bench", "edge", *argv], "aiohttp", "uvicorn", "uvloop"), **result}
     if settings.out:
         settings.out.write_text(json.dumps(result) + "\n")
     print(json.dumps(result) if settings.json_ else _table(result), flush=True)
@@ -116,7 +118,6 @@ async def _compare(settings: EdgeBenchSettings, direct: str, routed: str, admin:
         "lag_p99_ms": _quantile_ms(lags, 0.99),
         "rate": settings.rate,
         "failed": sum(run.failed for run in everyone),
-        "cores": os.cpu_count(),
     }
 
 

@@ -137,6 +137,14 @@ ROUTER = (
         "As the waiting sessions; the bound is `--max-waiting-tokens`.",
     ),
     Entry(
+        "specdec_router_waiting_bytes",
+        "gauge",
+        "bytes",
+        "Their requests' bodies in memory, with those that are being received",
+        "Near `--max-waiting-mb`, requests with large bodies are refused with 429: pictures or long prompts wait, or "
+        "uploads are slow. Add pairs, or raise it with the router's memory.",
+    ),
+    Entry(
         "specdec_router_retries_total",
         "counter",
         "requests",
@@ -691,6 +699,7 @@ class RouterMetrics(_Registry):
         self.admitted = self.gauge("specdec_router_admitted_sessions")
         self.waiting = self.gauge("specdec_router_waiting_sessions")
         self.waiting_tokens = self.gauge("specdec_router_waiting_tokens")
+        self.waiting_bytes = self.gauge("specdec_router_waiting_bytes")
         self.retries = self.counter("specdec_router_retries_total")
         self.paused = self.gauge("specdec_router_paused_requests")
         self.key_reloads = self.counter("specdec_router_key_reloads_total")

@@ -1,17 +1,18 @@
 """How much runs and how much waits: bounds in sessions (n counts n) and, for what waits, in prompt tokens
-and in bytes, since a picture of many megabytes has few tokens."""
+and in bytes, since a picture of many megabytes has few tokens. Bodies on their way count with the bytes."""
 
 import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from specdec.router.errors import ApiError
 from specdec.telemetry import RouterMetrics
 
+_SMALL = 1 << 16  # bytes of a body up to which it is received whatever else is
 _FIRST_S = 2.0  # what a session is thought to take before one has ended
 
 
@@ -40,6 +41,7 @@ class Admission:
         self._max_bytes = max_waiting_bytes
         self._queue: deque[_Waiting] = deque()
         self.running = self.waiting = self.waiting_tokens = self.waiting_bytes = 0
+        self.receiving_bytes = 0  # of bodies that are on their way, or being read
         self._session_s = _FIRST_S
 
     @asynccontextmanager
@@ -57,6 +59,29 @@ class Admission:
             self._session_s += 0.1 * (time.monotonic() - began - self._session_s)
             self._run(-sessions)
             self.wake()
+
+    @contextmanager
+    def receiving(self) -> Iterator[Callable[[int], None]]:
+        """For a body's way into memory: what it yields is to be called with the size of each part. Raises ApiError
+        (429) where this one and all others, with those that wait, would be too large together."""
+        size = 0
+
+        def more(part: int) -> None:
+            nonlocal size
+            size += part
+            self._receive(part)
+            held = self.receiving_bytes + self.waiting_bytes
+            if size > _SMALL and held > max(self._max_bytes, size):  # one alone may be larger than the bound
+                raise ApiError(
+                    "too_many_waiting",
+                    f"{held >> 20} MB of requests' bodies are held already",
+                    retry_after_s=self.retry_after_s,
+                )
+
+        try:
+            yield more
+        finally:
+            self._receive(-size)
 
     def wake(self) -> None:
         """Lets in who fits. To be called where the capacity may have grown."""
@@ -78,12 +103,17 @@ class Admission:
         self.running += sessions
         self._metrics.admitted.set(self.running)
 
+    def _receive(self, size: int) -> None:
+        self.receiving_bytes += size
+        self._metrics.waiting_bytes.set(self.waiting_bytes + self.receiving_bytes)
+
     def _count(self, sessions: int, tokens: int, size: int) -> None:
         self.waiting += sessions
         self.waiting_tokens += tokens
         self.waiting_bytes += size
         self._metrics.waiting.set(self.waiting)
         self._metrics.waiting_tokens.set(self.waiting_tokens)
+        self._metrics.waiting_bytes.set(self.waiting_bytes + self.receiving_bytes)
 
     async def _wait(self, sessions: int, tokens: int, size: int) -> None:
         full = (

@@ -89,6 +89,7 @@ class Router:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self.proxy.close()
         await upstream.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.shutdown)

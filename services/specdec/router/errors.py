@@ -7,10 +7,11 @@ The router raises `ApiError`; what vLLM answers in one of its own forms becomes 
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from starlette.responses import Response
+
+from specdec.router.echo import without_echo
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 TABLE = {  # code: (status, type)
@@ -45,12 +46,14 @@ _BY_STATUS = {400: "invalid_request", 415: "invalid_request", 422: "invalid_requ
 }
 _READ = 4096  # characters of an engine's message that are looked at
 _MESSAGE = 1500  # characters; with JSON's escapes the body stays under 4 kB
+_PARAM = 64  # characters
 _RETRY_S = 2
 _OVERFLOW = re.compile(r"maximum context length|max_model_len|maximum model length", re.IGNORECASE)
 _FULL = re.compile(r"max_tokens must be at least 1, got 0")
 _ZERO = re.compile(rb'"max_(completion_)?tokens"\s*:\s*0\b')
 _VALIDATION = re.compile(r"'loc': '([^']*)', 'msg': (?:'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\")")
 _PYDANTIC = re.compile(r"\[type=\w+, input_value=.*", re.DOTALL)
+_VALUE_BEGINS = " (parameter="
 _VALUE = re.compile(r" \(parameter=(\w+)(?:, value=.*)?\)$", re.DOTALL)
 _NAMED = re.compile(r"\W*(\w+) (?:must|cannot|contains?|is)\b")
 # What vLLM says of a field without naming it.
@@ -58,8 +61,8 @@ _PARAMS = (
     (re.compile(r"^Token id \d+ is out|prompt cannot be empty|at least one prompt"), "prompt"),
     (re.compile(r"empty conversation"), "messages"),
 )
-_ECHO = 16  # characters from which a string of the request is not repeated in an error
-_ECHOES = 1000  # strings that may be; a message that may have more of them is not passed on at all
+_CHUNK = 1 << 18  # bytes of the request that one call looks at
+_ERROR_BYTES = 1 << 17  # of an engine's error that are read
 
 
 class ApiError(Exception):
@@ -72,12 +75,12 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The error's JSON."""
-        message, param = self.message, self.param
+        message, param = self.message, self.param and self.param[:_PARAM]
         while True:
             error = {"message": message, "type": self.type, "param": param, "code": self.code}
             if len(body := json.dumps({"error": error}).encode()) <= 4000:
                 return body
-            message, param = message[: len(message) // 2], param and param[:64]
+            message = message[: len(message) // 2]
 
     def event(self) -> bytes:
         """The same in a stream whose headers have been sent."""
@@ -101,8 +104,7 @@ def of_status(status: int, message: str, param: str | None = None) -> ApiError:
 def of_engine(status: int, body: bytes, asked: bytes = b"") -> ApiError:
     """vLLM's error in our form: FastAPI's `detail`, `{"error": {...}}`, `{"object": "error"}`, or no JSON at all.
 
-    What it repeats of the request (`asked`, the body it was sent) is taken out, which takes a second or so where that
-    has tens of megabytes.
+    What it repeats of the request (`asked`, the body it was sent) is taken out.
     """
     message, param = _parts(body)
     if faults := _VALIDATION.findall(message):
@@ -111,8 +113,10 @@ def of_engine(status: int, body: bytes, asked: bytes = b"") -> ApiError:
         )
         param = param or faults[0][0]
     message = _PYDANTIC.sub("", message)
-    if value := _VALUE.search(message):
-        message, param = message[: value.start()], param or value[1]
+    for at in sorted({message.find(_VALUE_BEGINS), message.rfind(_VALUE_BEGINS)} - {-1}):
+        if value := _VALUE.match(message, at):
+            message, param = message[:at], param or value[1]
+            break
     param = _field(param)
     if param is None:
         param = next((name for pattern, name in _PARAMS if pattern.search(message)), None)
@@ -120,8 +124,10 @@ def of_engine(status: int, body: bytes, asked: bytes = b"") -> ApiError:
         param = named[1]
     if status == 404 and param == "model":
         return ApiError("model_not_found", "the model does not exist; GET /v1/models lists those that do", "model")
-    message = _without_echo(message, asked)[:_MESSAGE]
-    if status == 400 and _FULL.match(message) and not _ZERO.search(asked):  # nobody asked for 0: it is what is left
+    message = without_echo(message[:_READ], asked)[:_MESSAGE]
+    if (
+        status == 400 and _FULL.match(message) and not _asks_for_nothing(asked)
+    ):  # nobody asked for 0: it is what is left
         message = "the prompt fills the model's whole context, so that no token of an answer fits"
         return ApiError("context_length_exceeded", message, param)
     if status == 400 and _OVERFLOW.search(message):
@@ -132,24 +138,33 @@ def of_engine(status: int, body: bytes, asked: bytes = b"") -> ApiError:
 def _parts(body: bytes) -> tuple[str, str | None]:
     """(message, param) of an error in any of vLLM's forms; ("", None) where it is none of them."""
     try:
-        answer = json.loads(body)
+        answer = json.loads(body) if len(body) <= _ERROR_BYTES else None
     except (ValueError, RecursionError):
         return "", None
     if not isinstance(answer, dict):
         return "", None
     error: Any = answer.get("error", answer)
     if not isinstance(error, dict):
-        return str(error), None
+        return _text(error), None
     message = error.get("message", error.get("detail", ""))
     if isinstance(message, list):  # FastAPI's 422
         faults = [fault for fault in message if isinstance(fault, dict)]
-        where = [".".join(str(word) for word in fault.get("loc", ())) for fault in faults]
+        where = [_place(fault.get("loc")) for fault in faults]
         said = "; ".join(
             f"{_field(place) or 'body'}: {fault.get('msg', '')}" for place, fault in zip(where, faults, strict=True)
         )
         return said, where[0] if where else None
     param = error.get("param")
-    return str(message), param if isinstance(param, str) else None
+    return _text(message), param if isinstance(param, str) else None
+
+
+def _text(said: Any) -> str:
+    return "" if said is None else str(said)
+
+
+def _place(loc: Any) -> str:
+    """FastAPI's `loc` as one name."""
+    return ".".join(str(word) for word in loc) if isinstance(loc, list) else ""
 
 
 def _field(where: str | None) -> str | None:
@@ -160,43 +175,6 @@ def _field(where: str | None) -> str | None:
     return name if name and not name.isdigit() else None
 
 
-def _without_echo(message: str, asked: bytes) -> str:
-    """The message's beginning without the request's strings."""
-    cut, message = len(message) > _READ, message[:_READ]
-    try:
-        fields = json.loads(asked) if asked else None
-    except (ValueError, RecursionError):
-        return message
-    begin = {message[at : at + _ECHO] for at in range(len(message))}  # what a string of the request may begin with
-    texts = {
-        text
-        for text in _strings(fields)
-        if text[:_ECHO] in begin and (text in message or (cut and text[:_ECHO] in message[-len(text) :]))
-    }
-    if len(texts) > _ECHOES:
-        return ""
-    for text in sorted(texts, key=len, reverse=True):
-        message = message.replace(text, "…")
-        if cut:
-            message = _without_tail(message, text)
-    return message
-
-
-def _without_tail(message: str, text: str) -> str:
-    """`message` without a beginning of `text` at its end, where it was cut off."""
-    at = message.find(text[:_ECHO], max(0, len(message) - len(text)))
-    while at >= 0 and not text.startswith(message[at:]):
-        at = message.find(text[:_ECHO], at + 1)
-    return message if at < 0 else message[:at] + "…"
-
-
-def _strings(value: Any) -> Iterator[str]:
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str) and len(one) >= _ECHO:
-            yield one
-        elif isinstance(one, dict):
-            waiting += [*one.keys(), *one.values()]
-        elif isinstance(one, list):
-            waiting += one
+def _asks_for_nothing(asked: bytes) -> bool:
+    """Whether no token is asked for."""
+    return any(_ZERO.search(asked, at, at + _CHUNK + 64) for at in range(0, len(asked), _CHUNK))

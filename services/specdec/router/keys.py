@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 import re
+import stat
 from pathlib import Path
 
 from specdec.errors import SettingsError
@@ -13,6 +14,7 @@ from specdec.telemetry import RouterMetrics
 log = logging.getLogger(__name__)
 _HASHED = re.compile(r"sha256:([0-9a-f]{64})")
 _LOOK_S = 2.0
+_MOST_BYTES = 1 << 23  # of the file
 
 
 class ApiKeys:
@@ -32,10 +34,10 @@ class ApiKeys:
             raise SettingsError(f"--api-keys-file {path}: {error}") from error
 
     def check(self, given: str | None) -> None:
-        """Raises ApiError (401) unless `given` is one of the keys."""
+        """Raises ApiError (401) unless `given`, a header's bytes as Latin-1, is one of the keys."""
         if given is None:
             raise ApiError("invalid_api_key", "no API key: send it as Authorization: Bearer KEY")
-        if hashlib.sha256(given.encode()).digest() not in self._hashes:
+        if hashlib.sha256(given.encode("latin-1")).digest() not in self._hashes:
             raise ApiError("invalid_api_key", "this API key is not one of the router's")
 
     async def follow(self) -> None:
@@ -50,6 +52,8 @@ class ApiKeys:
         if stamp == self._seen:
             return
         try:
+            if stamp is None:
+                raise ValueError("there is no file")  # to read a pipe would stop everything
             self._hashes = _read(self._path)
         except (OSError, ValueError) as error:
             if self._seen is not None:  # once, not at every look
@@ -66,19 +70,25 @@ class ApiKeys:
             status = self._path.stat()
         except OSError:
             return None
+        if not stat.S_ISREG(status.st_mode):
+            return None
         return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def bearer(authorization: str | None, x_api_key: str | None = None) -> str | None:
     """The key of a request's headers; Anthropic's clients send theirs as X-Api-Key."""
     scheme, _, key = (authorization or "").partition(" ")
-    return key.strip() or None if scheme.lower() == "bearer" else x_api_key
+    return key.strip(" \t") or None if scheme.lower() == "bearer" else x_api_key
 
 
 def _read(path: Path) -> frozenset[bytes]:
     """The keys' digests. Raises OSError, and ValueError for a file that has none or a line that is no digest."""
     hashes = set()
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    with path.open("rb") as file:
+        text = file.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+    for number, line in enumerate(text.decode("utf-8-sig").splitlines(), 1):
         key = line.strip()
         if not key or key.startswith("#"):
             continue

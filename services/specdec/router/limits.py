@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from specdec.router.errors import ApiError
+from specdec.router.members import NotJson, TooDeep, TooMany, members, named
 
 CHAT, COMPLETIONS, BATCH = "/v1/chat/completions", "/v1/completions", "/v1/chat/completions/batch"
 GENERATING = (CHAT, COMPLETIONS)
@@ -26,13 +27,14 @@ _TEXT = {
     "/v1/messages": "messages",
 }
 _BYTES_A_TOKEN = 4
-_MEDIA = re.compile(rb'"(?:data:[^",]*,)?[A-Za-z0-9+/]{1024,}={0,2}"')  # base64, not read as text
+_MEDIA = re.compile(rb'"(?:data:[^",]{0,100},)?[A-Za-z0-9+/]{1024}')  # base64's beginning, not read as text
+_BASE64 = re.compile(rb"[A-Za-z0-9+/]*={0,2}")
 _MEDIA_TOKENS = 1000
 _PREFIX = 1 << 16  # bytes of a prompt that say which pair may have it in its cache
-_STRING = re.compile(rb'"[^"]*"')
-_BRACKETS = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
-Fields = dict[str, msgspec.Raw]
+_CHUNK = 1 << 18  # bytes that one call looks at
+_FIELD_BYTES = 1 << 16  # of a field that is decoded
+_NO_OBJECT = "the body is not a JSON object"
+Fields = dict[str, bytes]
 
 
 class ClientGone(Exception):
@@ -51,6 +53,7 @@ class Limits:
     stops: int = 16
     logit_bias: int = 1024  # entries
     depth: int = 64  # of arrays and objects in each other
+    fields: int = 1000  # of a request
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ class Asked:
     prefix: bytes = b""  # the prompt's first bytes
 
 
-async def read_body(http: HttpRequest, limits: Limits) -> bytes:
-    """The request's body. Raises ApiError: 413 as soon as it is larger than allowed, 408 if it does not come in time;
-    and ClientGone."""
+async def read_body(http: HttpRequest, limits: Limits, more: Callable[[int], None]) -> bytes:
+    """The request's body; `more` is told the size of each part, and may refuse it. Raises ApiError: 413 as soon as it
+    is larger than allowed, 408 if it does not come in time; and ClientGone."""
     too_large = ApiError("request_too_large", f"the request body is larger than {limits.body_bytes} bytes")
     length = http.headers.get("content-length", "")
     if length.isdigit() and int(length) > limits.body_bytes:
@@ -79,6 +82,7 @@ async def read_body(http: HttpRequest, limits: Limits) -> bytes:
                 size += len(part)
                 if size > limits.body_bytes:
                     raise too_large
+                more(len(part))
                 parts.append(part)
     except ClientDisconnect as error:
         raise ClientGone from error
@@ -94,11 +98,10 @@ def read(path: str, body: bytes, limits: Limits) -> Asked:
     """
     if path not in _TEXT:
         return Asked(body, tokens=_MEDIA_TOKENS if path.startswith("/v1/audio/") else len(body) // _BYTES_A_TOKEN)
-    if _deeper(body, limits.depth):
-        raise ApiError("invalid_json", f"the body's arrays and objects are nested deeper than {limits.depth}")
-    fields = _decoded(body, Fields, "the body is not a JSON object")
-    text = bytes(fields.get(_TEXT[path], b""))
-    prompts, tokens = _measure(path, text)
+    given = _members(body, limits)
+    fields = dict(map(_named, given))
+    text = fields.get(_TEXT[path], b"")
+    prompts, tokens = _measure(path, text, limits)
     if tokens > limits.prompt_tokens:
         raise ApiError(
             "context_length_exceeded",
@@ -109,7 +112,7 @@ def read(path: str, body: bytes, limits: Limits) -> Asked:
         return Asked(body, tokens=tokens, prefix=text[:_PREFIX])
     choices = prompts * _integer(fields, "n", 1)
     if choices > limits.choices:
-        raise ApiError("invalid_request", f"n times the prompts may be at most {limits.choices}", "n")
+        raise _too_many_choices(limits)
     _bound(fields, "stop", limits.stops, lambda value: len(value) if isinstance(value, list) else 0)
     _bound(fields, "logit_bias", limits.logit_bias, lambda value: len(value) if isinstance(value, dict) else 0)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
@@ -120,8 +123,7 @@ def read(path: str, body: bytes, limits: Limits) -> Asked:
     max_steps = None
     if "speculative" in fields:
         max_steps = parse_speculative(_value(fields, "speculative"))
-        del fields["speculative"]
-        body = msgspec.json.encode(fields)
+        body = b"{%s}" % b",".join(member for member in given if _named(member)[0] != "speculative")
     return Asked(body, max_steps, choices, tokens, usage, text[:_PREFIX])
 
 
@@ -140,21 +142,66 @@ def parse_speculative(value: Any) -> int | None:
     )
 
 
-def _measure(path: str, text: bytes) -> tuple[int, int]:
+def _members(body: bytes, limits: Limits) -> list[bytes]:
+    try:
+        if body.lstrip(b" \t\r\n")[:1] != b"{":
+            raise NotJson
+        return members(body, limits.fields, limits.depth, check=True)
+    except NotJson as error:
+        raise ApiError("invalid_json", _NO_OBJECT) from error
+    except TooDeep as error:
+        message = f"the body's arrays and objects are nested deeper than {limits.depth}"
+        raise ApiError("invalid_json", message) from error
+    except TooMany as error:
+        raise ApiError("invalid_request", f"the body has more than {limits.fields} fields") from error
+
+
+def _named(member: bytes) -> tuple[str, bytes]:
+    try:
+        return named(member)
+    except NotJson as error:
+        raise ApiError("invalid_json", _NO_OBJECT) from error
+
+
+def _measure(path: str, text: bytes, limits: Limits) -> tuple[int, int]:
     """(prompts, tokens in all) of a request's text, which is still JSON."""
     several = path == COMPLETIONS and text[1:64].lstrip()[:1] in (b'"', b"[")  # else one, of ids
     if text.startswith(b"[") and (several or path == BATCH):
-        parts = _decoded(text, list[msgspec.Raw], f"{_TEXT[path]} is not a list")
-        texts = [bytes(part) for part in parts]
+        try:
+            texts = members(text, limits.choices, limits.depth, check=False)
+        except TooMany as error:
+            raise _too_many_choices(limits) from error
         return max(1, len(texts)), sum(_tokens(one) for one in texts)
     return 1, _tokens(text)
+
+
+def _too_many_choices(limits: Limits) -> ApiError:
+    return ApiError("invalid_request", f"n times the prompts may be at most {limits.choices}", "n")
 
 
 def _tokens(text: bytes) -> int:
     if text.startswith(b"[") and b'"' not in text:
         return text.count(b",") + 1
-    media = [len(found[0]) for found in _MEDIA.finditer(text)]
+    media = _media(text)
     return (len(text) - sum(media)) // _BYTES_A_TOKEN + _MEDIA_TOKENS * len(media)
+
+
+def _media(text: bytes) -> list[int]:
+    """The lengths of strings of base64."""
+    lengths = []
+    at = 0
+    while at < len(text):
+        found = _MEDIA.search(text, at, at + _CHUNK)
+        if found is None:
+            at += _CHUNK - 2048 if at + _CHUNK < len(text) else _CHUNK  # one may begin just before the chunk's end
+            continue
+        at = found.end()
+        while (more := _BASE64.match(text, at, at + _CHUNK)) and more.end() > at:
+            at = more.end()
+        if text[at : at + 1] == b'"':
+            at += 1
+            lengths.append(at - found.start())
+    return lengths
 
 
 def _integer(fields: Fields, name: str, default: int) -> int:
@@ -182,27 +229,12 @@ def _stream_options(fields: Fields) -> bool:
 
 
 def _value(fields: Fields, name: str) -> Any:
-    return _decoded(fields[name], Any, f"{name} is not valid JSON", name) if name in fields else None
-
-
-def _decoded(text: bytes | msgspec.Raw, kind: Any, fault: str, param: str | None = None) -> Any:
-    """JSON as `kind`. Raises ApiError: msgspec passes over a Raw's text unread, so that its UTF-8 and the range of its
-    numbers come out only when it is decoded itself."""
+    if name not in fields:
+        return None
+    text = fields[name]
+    if len(text) > _FIELD_BYTES:
+        raise ApiError("invalid_request", f"{name} is larger than {_FIELD_BYTES} bytes", name)
     try:
-        return msgspec.json.decode(text, type=kind)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ApiError("invalid_json", fault, param) from error
-
-
-def _deeper(body: bytes, limit: int) -> bool:
-    """Whether arrays and objects are nested deeper. Each pass takes the innermost away, in C's speed."""
-    if body.count(b"[") + body.count(b"{") <= limit:
-        return False
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_BRACKETS, _NO_BRACKETS)
-    brackets = _STRING.sub(b"", plain.replace(b'""', b""))  # the strings left have brackets in them
-    for _ in range(limit):
-        shorter = brackets.replace(b"[]", b"")
-        if len(shorter) == len(brackets):
-            return False  # none is left, or it is no JSON
-        brackets = shorter
-    return bool(brackets)
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # UTF-8, or a number's range
+        raise ApiError("invalid_json", f"{name} is not valid JSON", name) from error

@@ -2,15 +2,19 @@
 on its head's size and time, and on the time between an answer and the next request."""
 
 import asyncio
+import re
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from specdec.router.errors import ApiError
 
 _HEAD_BYTES = 1 << 16
 _HEAD_S = 30.0  # for a connection's first request to begin and every head to be whole
 _UNREAD_S = 5.0  # for the rest of a body that has its answer already, mostly an error
+# As a name that is dropped further on. llhttp would take what follows such a head for another protocol's, and the
+# request would lose its body; we speak no other, and a client may be answered as if it had not asked. Java's asks.
+_UPGRADE, _NOT_HEEDED = re.compile(rb"\nupgrade(?=[ \t]*:)", re.IGNORECASE), b"\nkeep-alive"
 
 
 class Protocol(HttpToolsProtocol):
@@ -22,6 +26,7 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes: int | None = 0  # of the head that is coming; None: none is
         self._head_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
+        self._in_body = False
 
     def connection_made(self, transport: Any) -> None:
         """Its first request is waited for from here on."""
@@ -38,13 +43,27 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self._await_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One of its lines. Those behind a body are passed over: they are nobody's headers, and there may be any
+        number."""
+        if not self._in_body:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """It is whole."""
         self._wait_ends()
+        self._in_body = True
         super().on_headers_complete()
+        if self.parser.get_http_version() != "1.1":
+            self.cycle.send = _Unchunked(self.cycle)  # type: ignore[method-assign]
 
     def data_received(self, data: bytes) -> None:
         """Also ends what sends a head without an end."""
+        if not self._in_body:
+            end = data.find(b"\r\n\r\n")
+            end = len(data) if end < 0 else end
+            if _UPGRADE.search(data, 0, end):
+                data = _UPGRADE.sub(_NOT_HEEDED, data[:end]) + data[end:]
         super().data_received(data)
         if self._head_bytes is not None:
             self._head_bytes += len(data)
@@ -60,6 +79,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """A request is whole, which may have been answered before."""
+        self._in_body = False
         super().on_message_complete()
         if self.cycle.response_complete:
             self._rest(self.timeout_keep_alive)
@@ -109,3 +129,22 @@ class Protocol(HttpToolsProtocol):
         head = b"HTTP/1.1 %d Error\r\ncontent-type: application/json\r\nconnection: close\r\n" % error.status
         self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self.transport.close()
+
+
+class _Unchunked:
+    """A cycle's `send` for a client of HTTP before 1.1, which knows no chunks: a body without a length ends with its
+    connection. uvicorn would chunk it."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send = cycle, cycle.send
+        self._open_end = False
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            self._open_end = names.isdisjoint((b"content-length", b"transfer-encoding"))
+            if self._open_end:
+                self._cycle.chunked_encoding = False
+        elif self._open_end:
+            self._cycle.expected_content_length = len(message.get("body", b""))  # all that is checked
+        await self._send(message)

@@ -9,10 +9,13 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -32,7 +35,7 @@ P = ParamSpec("P")
 _LOOK_S = 0.5  # how often a pair is looked at that has not answered yet
 _FIRST_S = 2.0  # how long a stream's headers wait for its first event, which may be an error
 _SETTLE_S = 0.05  # how long an answer waits for its last verdict
-_LARGE_BYTES = 1 << 18  # bodies from which they are read beside the event loop
+_LARGE_BYTES = 1 << 16  # bodies from which they are read beside the event loop
 _ERROR_BYTES = 1 << 16  # of vLLM's error that are read
 # Hop by hop (RFC 9110, 7.6.1), or set anew by whoever sends.
 _DROPPED = frozenset(
@@ -44,14 +47,18 @@ _SECRET = frozenset((b"authorization", b"x-api-key"))  # the router's own keys
 _UNBUFFERED = {b"x-accel-buffering": b"no", b"cache-control": b"no-cache"}  # asks proxies in front to stream, too
 _ID_TEXT = re.compile(r"[\x21-\x7e]{1,256}")
 _UNSAFE = re.compile(rb"[\x00-\x20\x7f]")  # what would end the request line
+_SECONDS = re.compile(r"[0-9]{1,9}")
+_NO_CHOICES = re.compile(rb"\[\s*\]")
 _ERROR = b'data: {"error"'
+_NOT_COUNTED = (msgspec.MsgspecError, ValueError, KeyError, TypeError)
 _DEAD = re.compile(r"EngineCore|EngineDead")
 _BROKEN = "the engine broke off its answer"
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """What a pair has begun to answer. `whole` is its body, where that is a document to be counted."""
+    """What a pair has begun to answer. `whole` is its body, where that is a document to be counted, and not too large
+    to be held."""
 
     http: Answer
     request: Request
@@ -64,6 +71,24 @@ class _TryAnother(Exception):
     def __init__(self, failure: ApiError, *, sent: bool) -> None:
         super().__init__(failure.message)
         self.failure, self.sent = failure, sent
+
+
+class _Aside:
+    """A thread for work on bodies that would hold up everybody's streams. One only: of several each would hold the
+    interpreter in turn, and the event loop would wait for them all."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "bodies")
+
+    async def run(self, size: int, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """The result of `work` on `size` bytes."""
+        if size <= _LARGE_BYTES:
+            return work(*args, **more)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *args, **more))
+
+    def close(self) -> None:
+        """What has not begun is given up."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Proxy:
@@ -87,6 +112,7 @@ class Proxy:
     ) -> None:
         self._upstream, self._fleet, self._admission, self._limits = upstream, fleet, admission, limits
         self._metrics, self._secret = metrics, _SECRET if own_keys else frozenset[bytes]()
+        self._aside = _Aside()
         self.running = 0  # requests being answered
         self.watches: set[Watch] = set()
         self.relays: set[Relayed] = set()
@@ -101,12 +127,14 @@ class Proxy:
             self.watches.add(watch)
             held.callback(self.watches.discard, watch)
             held.callback(watch.close)
-            with watch.cancelling():
-                body = await read_body(http, self._limits)
-            watch.listen(http)
-            asked = Asked(body)
-            if http.method == "POST":
-                asked = await _aside(len(body), read, path, body, self._limits)
+            with self._admission.receiving() as more:
+                with watch.cancelling():
+                    body = await read_body(http, self._limits, more)
+                watch.listen(http)
+                asked = Asked(body)
+                if http.method == "POST":
+                    reading = self._aside.run(len(body), read, path, body, self._limits)
+                    asked = await (watch.race(reading) if len(body) > _LARGE_BYTES else reading)
             if routes.queued(http.method, path):
                 place = self._admission.admitted(asked.sessions, asked.tokens, len(asked.body))
                 await watch.race(held.enter_async_context(place))
@@ -120,7 +148,7 @@ class Proxy:
             stream = _is(answer.http, "text/event-stream")
             if stream:
                 headers = [(name, value) for name, value in headers if name not in _UNBUFFERED] + [*_UNBUFFERED.items()]
-            parts = answer.http.parts()
+            parts: AsyncIterator[bytes] = answer.http.parts()
             if stream and path in GENERATING:
                 parts = _events(parts, answer.request, asked.usage_at_end)
             relay = Relayed(
@@ -138,12 +166,16 @@ class Proxy:
     def _count(self, more: int) -> None:
         self.running += more
 
+    def close(self) -> None:
+        """Nothing is forwarded any more."""
+        self._aside.close()
+
     async def get(self, target: bytes) -> bytes:
         """What a pair's vLLM answers the router itself. Raises ApiError."""
         try:
             answer = await self._upstream.ask(self._fleet.choose().http_url, "GET", target, [], b"")
             try:
-                return await answer.whole()
+                return await answer.whole() or b""
             finally:
                 answer.close()
         except EngineError as error:
@@ -190,7 +222,7 @@ class Proxy:
             if path in GENERATING and _is(answer, "text/event-stream"):
                 first = await watch.race(self._while_ready(pair, answer.first(_FIRST_S)))
                 if first.startswith(_ERROR):  # vLLM finds some faults of a request only then
-                    raise await _failure(_status_of(first), first.removeprefix(b"data:"), asked)
+                    raise await self._failure(_status_of(first), first.removeprefix(b"data:"), asked)
             document = path in GENERATING and _is(answer, "application/json")
             whole = await watch.race(self._while_ready(pair, answer.whole())) if document else None
         except Silent as error:
@@ -235,9 +267,16 @@ class Proxy:
         while len(body) < _ERROR_BYTES and (part := await watch.race(_next(parts))) is not None:
             body += part
         status = answer.status if answer.status >= 400 else 404  # a redirect would leave the router
-        error = await _failure(status, body, asked)
-        if isinstance(error, ApiError) and (after := answer.header(b"retry-after")).isdigit():
-            error.retry_after_s = int(after)
+        error = await self._failure(status, body, asked)
+        if isinstance(error, ApiError) and (after := _SECONDS.fullmatch(answer.header(b"retry-after"))):
+            error.retry_after_s = int(after[0])
+        return error
+
+    async def _failure(self, status: int, body: bytes, asked: Asked) -> ApiError | _TryAnother:
+        """vLLM's error before anything was sent on; one that says its engine is gone is worth another pair."""
+        error = await self._aside.run(len(asked.body), of_engine, status, body, asked.body)
+        if status in (502, 503) or (status == 500 and _DEAD.search(error.message)):
+            return _TryAnother(ApiError("engine_unavailable", error.message), sent=True)
         return error
 
     def _kept(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -246,19 +285,6 @@ class Proxy:
         named = {word.strip().lower() for name, value in lower if name == b"connection" for word in value.split(b",")}
         dropped = _DROPPED | self._secret | named
         return [(name, value) for name, value in lower if name not in dropped]
-
-
-async def _aside(size: int, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-    """The result of `work` on `size` bytes, which would hold up everybody's streams where they are many."""
-    return await asyncio.to_thread(work, *args, **more) if size > _LARGE_BYTES else work(*args, **more)
-
-
-async def _failure(status: int, body: bytes, asked: Asked) -> ApiError | _TryAnother:
-    """vLLM's error before anything was sent on; one that says its engine is gone is worth another pair."""
-    error = await _aside(len(asked.body), of_engine, status, body, asked.body)
-    if status in (502, 503) or (status == 500 and _DEAD.search(error.message)):
-        return _TryAnother(ApiError("engine_unavailable", error.message), sent=True)
-    return error
 
 
 async def _events(parts: AsyncIterator[bytes], request: Request, usage_at_end: bool) -> AsyncIterator[bytes]:
@@ -307,33 +333,42 @@ def _status_of(event: bytes) -> int:
 
 async def _counted(event: bytes, request: Request) -> bytes:
     try:
-        answer = json.loads(event.removeprefix(b"data:"))
-        last = not answer["choices"]
-        accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S if last else 0)
-        return b"data: " + _with_counts(answer, accepted, rejected) + b"\n\n"
-    except (ValueError, KeyError, TypeError):
+        answer = _Counted(event.removeprefix(b"data:"))
+        accepted, rejected = await request.settled(answer.tokens, _SETTLE_S if answer.last else 0)
+        return b"data: " + answer.with_counts(accepted, rejected) + b"\n\n"
+    except _NOT_COUNTED:
         return event
 
 
 async def _counted_document(body: bytes, request: Request) -> bytes:
     try:
-        answer = json.loads(body)
-        accepted, rejected = await request.settled(answer["usage"]["completion_tokens"], _SETTLE_S)
-        return _with_counts(answer, accepted, rejected)
-    except (ValueError, KeyError, TypeError):
+        answer = _Counted(body)
+        accepted, rejected = await request.settled(answer.tokens, _SETTLE_S)
+        return answer.with_counts(accepted, rejected)
+    except _NOT_COUNTED:
         return body  # an answer without usage, or none of OpenAI's
 
 
-def _with_counts(answer: dict[str, Any], accepted: int, rejected: int) -> bytes:
-    """The JSON of an answer with the draft's counts where OpenAI's API has those of predicted outputs."""
-    usage = answer["usage"]
-    details = usage.get("completion_tokens_details") or {}
-    usage["completion_tokens_details"] = {
-        **details,
-        "accepted_prediction_tokens": accepted,
-        "rejected_prediction_tokens": rejected,
-    }
-    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+class _Counted:
+    """An answer's document, of which only `usage` is built: the rest may be megabytes. Raises one of _NOT_COUNTED for
+    what is none."""
+
+    def __init__(self, text: bytes) -> None:
+        self._fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        self._usage = msgspec.json.decode(self._fields["usage"])
+        self.tokens = self._usage["completion_tokens"]
+
+    @property
+    def last(self) -> bool:
+        """Of an event: whether it is the one that carries nothing but the usage."""
+        return _NO_CHOICES.fullmatch(self._fields["choices"]) is not None
+
+    def with_counts(self, accepted: int, rejected: int) -> bytes:
+        """It with the draft's counts where OpenAI's API has those of predicted outputs."""
+        details = self._usage.get("completion_tokens_details") or {}
+        counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        usage = {**self._usage, "completion_tokens_details": {**details, **counts}}
+        return msgspec.json.encode({**self._fields, "usage": usage})
 
 
 def _is(answer: Answer, media_type: str) -> bool:

@@ -21,12 +21,14 @@ from starlette.types import Receive, Scope, Send
 from specdec.router.errors import ApiError
 from specdec.router.limits import ClientGone
 from specdec.router.pairs import Request
-from specdec.router.upstream import EVENT_END
+from specdec.router.upstream import EVENT_END, BrokenOff
 from specdec.telemetry import RouterMetrics
 
 _TICK_S = 0.05
 _SLOW_S = 0.5  # a write that takes longer pauses the request's sessions
 _LAST_S = 1.0  # for the error that ends a stream
+_EVENT_BYTES = 1 << 25  # the largest event that is held until it is whole: a prompt's logprobs may be megabytes
+_END_BYTES = 3  # of an event's end that may have come without its last byte
 
 
 class Watch:
@@ -207,15 +209,17 @@ def set_apart(error: ApiError, between_events: bool) -> bytes:
 
 async def joined_events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Server-sent events one by one, each with its blank line, whatever pieces they come in. A last one that has none
-    is dropped: nobody could tell it from a whole one."""
-    held = b""
+    is dropped: nobody could tell it from a whole one. Raises BrokenOff for one that does not end."""
+    held = bytearray()
     async for part in parts:
         if not held and part.endswith(b"\n\n") and part.find(b"\n\n") == len(part) - 2 and b"\r" not in part:
             yield part  # by far the most common
             continue
+        at, look = 0, max(0, len(held) - _END_BYTES)  # before that there is no end, or it would have been found
         held += part
-        at = 0
-        while end := EVENT_END.search(held, at):
-            yield held[at : end.end()]
-            at = end.end()
-        held = held[at:]
+        while end := EVENT_END.search(held, look):
+            yield bytes(held[at : end.end()])
+            at = look = end.end()
+        del held[:at]
+        if len(held) > _EVENT_BYTES:
+            raise BrokenOff(f"an event of more than {_EVENT_BYTES} bytes")

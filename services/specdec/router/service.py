@@ -1,6 +1,7 @@
 """The router's process."""
 
 import asyncio
+import resource
 import signal
 import socket
 
@@ -15,6 +16,7 @@ _UNSENT_BYTES = 1 << 14  # in the kernel for one client: more would hide that it
 
 async def run(settings: RouterSettings) -> int:
     """Serves until SIGTERM or SIGINT, lets running answers end (returns 0)."""
+    allow_open_files()
     app = create_app(settings, Tracing.from_environment("specdec-router"))
     listener = listen(settings.host, settings.port, "--port")
     admin = listen(settings.admin_host, settings.admin_port, "--admin-port")
@@ -27,6 +29,13 @@ async def run(settings: RouterSettings) -> int:
         await stopped.wait()
         await app.state.router.drain(settings.drain_s)
     return 0
+
+
+def allow_open_files() -> None:
+    """As many as the system lets this process have. A shell's usual 1024 are filled by some hundred streams, which have
+    two connections each, or by clients that open some and send nothing."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def limit_unread(listener: socket.socket, timeout_s: float) -> None:

@@ -5,7 +5,7 @@ aiohttp rather than httpx, which took half of the time that the router adds to a
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 
 import aiohttp
@@ -15,6 +15,8 @@ from yarl import URL
 _IDLE_S = 2.0  # vLLM closes after 5 s: a connection must not be used while it does
 EVENT_END = re.compile(rb"\n\n|\r\n\r\n|\r\r")
 _EVENT_BYTES = 1 << 16  # of a first event that are waited for
+_WHOLE_BYTES = 1 << 25  # of a body that is held until it is whole
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # in a header's value; aiohttp lets them through
 _UNSAID = ("accept", "accept-encoding", "content-type", "user-agent")  # headers aiohttp would add of its own
 Headers = list[tuple[bytes, bytes]]
 
@@ -48,7 +50,7 @@ class Answer:
         """Its first value, or nothing."""
         return next((value.decode("latin-1") for key, value in self.headers if key == name), "")
 
-    async def parts(self) -> AsyncIterator[bytes]:
+    async def parts(self) -> AsyncGenerator[bytes, None]:
         """The body as it comes. Raises BrokenOff and Silent."""
         with _faults():
             if self._first is not None:
@@ -83,9 +85,19 @@ class Answer:
             begun += part
         return begun
 
-    async def whole(self) -> bytes:
-        """The body, once it is whole. Raises BrokenOff and Silent."""
-        return b"".join([part async for part in self.parts()])
+    async def whole(self) -> bytes | None:
+        """The body, once it is whole; None where it is too large to be held, and `parts` is still to give it. Raises
+        BrokenOff and Silent."""
+        held, size = [], 0
+        parts = self.parts()
+        async for part in parts:
+            held.append(part)
+            size += len(part)
+            if size > _WHOLE_BYTES:
+                await parts.aclose()
+                self._first = asyncio.create_task(_already(b"".join(held)))
+                return None
+        return b"".join(held)
 
     def close(self) -> None:
         """Lets go of the connection; what is not whole by now ends at vLLM, too."""
@@ -113,11 +125,19 @@ class Upstream:
         said = CIMultiDict((name.decode("latin-1"), _text(value)) for name, value in headers)
         with _faults():
             response = await self._client.request(method, url, headers=said, data=body or None, allow_redirects=False)
-        return Answer(response)
+        answer = Answer(response)
+        if answer.status < 200 or any(_CONTROL.search(value) for _, value in answer.headers):
+            answer.close()
+            raise BrokenOff("an answer that cannot be passed on")
+        return answer
 
     async def close(self) -> None:
         """Closes all connections."""
         await self._client.close()
+
+
+async def _already(begun: bytes) -> bytes:
+    return begun
 
 
 def _text(value: bytes) -> str:
