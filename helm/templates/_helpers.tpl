@@ -14,8 +14,8 @@
 {{- end -}}
 
 {{- define "specdec.selector" -}}
-app.kubernetes.io/name: {{ include "specdec.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "specdec.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "specdec.labels" -}}
@@ -203,6 +203,9 @@ imagePullSecrets:
   value: {{ .Values.logFormat }}
 - name: HF_HOME
   value: {{ .Values.weights.mountPath }}/huggingface
+# Code of models (--trust-remote-code) is unpacked here; HF_HOME may be read-only.
+- name: HF_MODULES_CACHE
+  value: /cache/huggingface/modules
 {{- if or .Values.huggingface.offline .Values.weights.readOnly }}
 - name: HF_HUB_OFFLINE
   value: "1"
