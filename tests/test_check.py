@@ -60,5 +60,8 @@ def test_accept_length_is_tokens_a_cycle():
 
 @pytest.mark.engine
 def test_the_real_stack_passes(engine_stack, capsys):
-    assert check(["--url", engine_stack.url]) == 0
+    engine_stack.start_draft("ngram")
+    engine_stack.start_router("--policy", "fixed", "--steps", "3")
+    engine_stack.wait_ready()
+    assert check(["--url", engine_stack.url, "--wait-s", "20"]) == 0
     assert "drafts accepted: accept length" in capsys.readouterr().out

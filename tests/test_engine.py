@@ -27,7 +27,8 @@ import pytest
 
 from engine_prompts import CASES, MIN_TOKENS, MIN_TOKENS_CASES, Completion, Oracle, complete, complete_all
 from fake_drafters import AUX_LAYERS, COLUMNS, states_folder
-from specdec.channel.segment import segment_path, sweep
+from specdec.channel.layout import ENGINE_WORDS, WORDS_AT
+from specdec.channel.segment import now_ns, segment_path, sweep
 from specdec.client import chat, stream_chat
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
@@ -476,6 +477,21 @@ def test_a_draft_that_fails_mid_answer_costs_speed_only(engine_stack: Stack, ora
         until(lambda: asking().usage["completion_tokens_details"]["accepted_prediction_tokens"], 60)
         assert any(v.accepted for at, v in recorder.cycles if at > resumed)
     until(lambda: metric(engine_stack.verifier_url, "specdec_draft_up") == 1)
+
+
+def test_the_engines_pulse_tells_a_stopped_engine_from_an_idle_one(engine_stack: Stack):
+    def word(name: str) -> int:
+        at = WORDS_AT + 8 * ENGINE_WORDS.index(name)
+        return int.from_bytes(segment_path(engine_stack.pair).read_bytes()[at : at + 8], "little")
+
+    until(lambda: now_ns() - word("pulse_ns") < 1.5e9, 5)  # with nothing to do
+    os.kill(word("pid"), signal.SIGSTOP)
+    try:
+        until(lambda: now_ns() - word("pulse_ns") > 2.5e9, 10)
+        httpx.get(f"{engine_stack.verifier_url}/readyz", timeout=5, trust_env=False).raise_for_status()  # not for long
+    finally:
+        os.kill(word("pid"), signal.SIGCONT)
+    until(lambda: now_ns() - word("pulse_ns") < 1.5e9, 5)
 
 
 def test_a_session_past_the_drafts_limit_is_decoded_plainly_and_its_neighbour_keeps_its_drafts(

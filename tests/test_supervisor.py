@@ -294,9 +294,31 @@ def test_an_engine_that_stands_still_is_not_ready_and_in_the_end_given_up(tmp_pa
             described = verifier._describe()
             assert not described.engine_ready
             assert 50_000 <= described.step_age_ms < 52_000
-            assert verifier._readiness()["reasons"] == ["the engine has not begun a cycle for 50 s, with sessions open"]
+            assert verifier._readiness()["reasons"] == ["the engine has begun no cycle for 50 s, with sessions open"]
             assert not watching.done()
             beat.value = now_ns() - 101_000_000_000
+            assert await asyncio.wait_for(watching, 5) == 1
+
+    asyncio.run(main())
+    assert "giving it up" in caplog.text
+
+
+def test_an_engine_that_is_stopped_while_it_has_nothing_to_do_is_noticed_too(tmp_path, caplog):
+    """Requests would wait in vLLM's server, whose /health goes on saying 200, and no session would open."""
+
+    async def main():
+        async with fake_pair(tmp_path) as pair, fake_health(200) as (port, _):
+            verifier = verifier_of(pair, port=port, stall_s=10, dead_s=100)
+            pulse = pair.segment.word("engine.pulse_ns")
+            watching = asyncio.create_task(verifier._watch(FakeProcess()))
+            await until(lambda: verifier._engine_ready)
+            assert verifier._readiness()["ready"]  # one that has not begun has no pulse
+            pulse.value = now_ns() - 12_000_000_000
+            assert verifier._readiness()["reasons"] == ["the engine has given no sign of life for 12 s"]
+            assert not verifier._describe().engine_ready
+            pulse.value = now_ns()
+            assert verifier._readiness()["ready"]
+            pulse.value = now_ns() - 101_000_000_000
             assert await asyncio.wait_for(watching, 5) == 1
 
     asyncio.run(main())

@@ -58,7 +58,8 @@ IDENTITY = np.dtype(
 
 # Words of 8 bytes, one line a writer. A bell is a counter its writer raises after every frame; futex waits on its low
 # half. Times are CLOCK_MONOTONIC nanoseconds, one clock for all processes of a machine.
-ENGINE_WORDS = ("pid", "start", "beat_ns", "outcome_bell", "verdict_bell", "proposals_read")
+# beat_ns: a cycle began; pulse_ns: the process runs, also while there is nothing to do
+ENGINE_WORDS = ("pid", "start", "beat_ns", "pulse_ns", "outcome_bell", "verdict_bell", "proposals_read")
 DRAFT_WORDS = ("pid", "start", "beat_ns", "proposal_bell", "outcomes_read", "generation", "states_read", "reads_states")
 WORKER_WORDS = ("pid", "start", "state_bell", "states_lost")  # tokens whose states found the ring full
 CONTROL_WORDS = ("pid", "start", "router_until_ns", "order_bell", "verdicts_read", "draft_limit_us")

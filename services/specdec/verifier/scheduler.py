@@ -5,6 +5,7 @@ proposal and its verification are one step of the engine.
 """
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
-from specdec.channel.segment import Role, Segment
+from specdec.channel.rings import Word
+from specdec.channel.segment import Role, Segment, now_ns
 from specdec.errors import SetupError
 from specdec.verifier import SEGMENT_VARIABLE, seams
 from specdec.verifier.link import Deadline, Link, Session
@@ -35,6 +37,16 @@ def _nothing_to_take(executor: Executor) -> None:
     """After each cycle vLLM asks its workers for drafts. They have none, and asking costs 4 % of a k = 0 cycle."""
 
 
+_PULSE_S = 1.0
+
+
+def _beat(pulse: Word) -> None:
+    """Says that this process runs: vLLM's own /health does not notice one that is stopped, or never lets the GIL go."""
+    while True:
+        pulse.value = now_ns()
+        time.sleep(_PULSE_S)
+
+
 class Scheduler(VllmScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seams.check()
@@ -45,6 +57,7 @@ class Scheduler(VllmScheduler):
         self.dynamic_sd_lookup = _NoSteps()
         Executor.get_class(self.vllm_config).take_draft_token_ids = _nothing_to_take
         segment = Segment.attach(Path(os.environ[SEGMENT_VARIABLE]), Role.ENGINE)
+        threading.Thread(target=_beat, args=(segment.word("engine.pulse_ns"),), name="pulse", daemon=True).start()
         vocabulary = segment.vocabulary = self._vocabulary()
         self._with_states = segment.layout.states_mb > 0
         fixed_s = segment.word("control.draft_limit_us").value / 1e6

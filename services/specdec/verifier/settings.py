@@ -51,10 +51,11 @@ class VerifierSettings(Settings):
         "each the hidden size times the head's layers (3) times the type's bytes",
     )
     stall_s: float = Field(
-        120, gt=0, description="not ready if the engine begins no cycle for so long while sessions are open"
+        120,
+        gt=0,
+        description="not ready if the engine begins no cycle for so long while sessions are open, or gives no sign of "
+        "life",
     )
-    dead_s: float = Field(
-        600, gt=0, description="end if the engine begins no cycle for so long while sessions are open: to be restarted"
-    )
+    dead_s: float = Field(600, gt=0, description="end, to be restarted, if that lasts so long")
     start_timeout_s: float = Field(1800, gt=0, description="give up if vLLM is not ready by then")
     stop_grace_s: float = Field(30, ge=0, description="time running answers get after SIGTERM; then vLLM is killed")

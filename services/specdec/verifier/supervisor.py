@@ -194,8 +194,8 @@ class Supervisor:
                 if code is not None:
                     log.error("vLLM ended with exit code %s; its own lines above say why", code)
                     return 1
-                if (silent_s := self._step_age_s()) > self._settings.dead_s:
-                    log.error("the engine has begun no cycle for %.0f s, with sessions open: giving it up", silent_s)
+                if stands := self._stands_still(self._settings.dead_s):
+                    log.error("the engine %s: giving it up", stands)
                     return 1
                 ready = await self._healthy(client)
                 if ready and not self._engine_ready:
@@ -241,12 +241,20 @@ class Supervisor:
         silent_s = (now_ns() - self._segment.word("engine.beat_ns").value) / 1e9
         return max(0.0, silent_s) if self._control.sessions else 0.0
 
+    def _stands_still(self, limit_s: float) -> str:
+        """How, if the engine has for longer than `limit_s`; else nothing."""
+        if (silent_s := self._step_age_s()) > limit_s:
+            return f"has begun no cycle for {silent_s:.0f} s, with sessions open"
+        pulse_ns = self._segment.word("engine.pulse_ns").value  # 0: it has not started yet
+        if pulse_ns and (silent_s := (now_ns() - pulse_ns) / 1e9) > limit_s:
+            return f"has given no sign of life for {silent_s:.0f} s"
+        return ""
+
     def _readiness(self) -> dict[str, Any]:
         up, detail = self._draft_state()
         reasons = [] if self._engine_ready else ["vLLM does not answer /health yet"]
-        silent_s = self._step_age_s()
-        if silent_s > self._settings.stall_s:
-            reasons.append(f"the engine has not begun a cycle for {silent_s:.0f} s, with sessions open")
+        if stands := self._stands_still(self._settings.stall_s):
+            reasons.append(f"the engine {stands}")
         return {
             "ready": not reasons,
             "reasons": reasons,
