@@ -270,6 +270,23 @@ imagePullSecrets:
 {{- if and $v.router.autoscaling.enabled (not (hasKey ($v.router.resources.requests | default dict) "cpu")) -}}
 {{- fail "router.autoscaling needs router.resources.requests.cpu: targetCPU is a share of it" -}}
 {{- end -}}
+{{- /* What the chart sets by a value of its own, and what the verifier refuses. */ -}}
+{{- $values := dict "--model" "model.name" "--served-model-name" "model.servedName" "--max-model-len" "model.maxLength" "--max-num-seqs" "verifier.maxSessions" "--host" "listen" -}}
+{{- if ne $v.gpu.mode "cpu" -}}
+{{- $values = merge $values (dict "--tensor-parallel-size" "model.tensorParallel" "-tp" "model.tensorParallel") -}}
+{{- end -}}
+{{- if and (ne $v.gpu.mode "cpu") (eq $v.placement "shared") -}}
+{{- $_ := set $values "--gpu-memory-utilization" "shared.gpuMemoryUtilization" -}}
+{{- end -}}
+{{- $others := list "--port" "--worker-cls" "--scheduler-cls" "--speculative-config" "-sc" "--spec-method" "--spec-model" "--spec-tokens" "--pipeline-parallel-size" "-pp" "--data-parallel-size" "-dp" -}}
+{{- range $v.verifier.extraArgs -}}
+{{- $flag := regexFind "^[^=.]*" (toString .) | replace "_" "-" -}}
+{{- if hasKey $values $flag -}}
+{{- fail (printf "verifier.extraArgs has %s: leave it out and set %s" $flag (get $values $flag)) -}}
+{{- else if has $flag $others -}}
+{{- fail (printf "verifier.extraArgs has %s: leave it out, the verifier sets or refuses it itself" $flag) -}}
+{{- end -}}
+{{- end -}}
 {{- if gt ($v.engine.stallSeconds | int64) ($v.engine.deadSeconds | int64) -}}
 {{- fail "engine.stallSeconds is above engine.deadSeconds: a pair would be restarted before it is not ready" -}}
 {{- end -}}
