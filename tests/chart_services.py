@@ -3,6 +3,7 @@ vLLM make of them."""
 
 import ast
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def settings_of(pod: Pod, container: Json) -> Any:
     variables = {k: v for k, v in environment(pod, container).items() if k.startswith("SPECDEC_")}
     ours, _ = split_extra(rest)
     with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("SPECDEC_")]:
+            patch.delenv(name)
         for name, value in variables.items():
             patch.setenv(name, value)
         try:

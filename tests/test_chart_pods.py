@@ -10,6 +10,7 @@ import pytest
 from chart_kit import (
     CHART,
     DEFAULTS,
+    NAMESPACE,
     VALUES,
     Json,
     each_case,
@@ -96,6 +97,8 @@ def test_what_pods_refer_to_is_there(case: str) -> None:
         for container in pod.containers:
             paths = [mount["mountPath"] for mount in container.get("volumeMounts", ())]
             assert len(paths) == len(set(paths)), f"{pod.name} {container['name']}"
+            variables = [entry["name"] for entry in container.get("env", ())]
+            assert len(variables) == len(set(variables)), "helm 4 applies on the server, which refuses a name twice"
 
 
 @each_case
@@ -140,7 +143,7 @@ def test_the_set_s_service_is_headless_and_leads_routers_to_each_pair(case: str)
     name, _, port = router.pairs[0].removeprefix("dns://").rpartition(":")
     assert len(router.pairs) == 1
     assert router.pairs[0].startswith("dns://"), "pairs that come later would be left out"
-    assert name.split(".")[0] == service["metadata"]["name"]
+    assert name == f"{service['metadata']['name']}.{NAMESPACE}.svc", "which values.yaml says the certificate is for"
     assert int(port) == verifier.control_port
     assert verifier.advertise == POD_IP, "the address of this pod alone"
 
@@ -219,6 +222,21 @@ def test_a_pod_asks_for_its_devices_once(case: str) -> None:
     assert not rendered.of("ResourceClaimTemplate") or gpu["mode"] == "dra"
 
 
+@pytest.mark.parametrize("mode", ["wholeNode", "dra"])
+@pytest.mark.parametrize("placement", ["shared", "dedicated"])
+def test_the_draft_computes_on_a_gpu_that_it_has_and_the_target_on_others(mode: str, placement: str) -> None:
+    values = {"gpu": {"mode": mode}, "placement": placement, "model": {"tensorParallel": 4}, "shared": {"gpu": 2}}
+    engine = render(values=values).pod_with("verifier")
+    draft, container = settings_of(engine, engine.container("draft")), engine.container("draft")
+    words = arguments(engine, engine.container("verifier"))
+    assert "--tensor-parallel-size=4" in words
+    assert draft.device == ("cuda:2" if placement == "shared" else "cuda:4")
+    assert draft.run_ahead == ("off" if placement == "shared" else "auto"), "the target computes there as well"
+    assert any(word.startswith("--gpu-memory-utilization=") for word in words) == (placement == "shared")
+    sees_all = environment(engine, container).get("NVIDIA_VISIBLE_DEVICES") == "all"
+    assert sees_all == (mode == "wholeNode"), "a claim shows a container its devices, the device plugin who asked"
+
+
 # ---- probes, updates, ends
 
 
@@ -262,9 +280,13 @@ def test_probes_ask_what_they_mean_and_wait_long_enough(case: str) -> None:
 @each_case
 def test_a_draft_that_is_away_takes_no_pair_out(case: str) -> None:
     """A pod is ready when all its containers are, and the pair answers without its draft."""
-    for container in render(case).pod_with("verifier").spec["containers"]:
-        if container["name"] == "draft":
-            assert "readinessProbe" not in container
+    rendered = render(case)
+    engine = rendered.pod_with("verifier")
+    assert "readinessProbe" not in engine.container("draft")
+    service = next(s for s in rendered.of("Service") if s["metadata"]["name"] == engine.owner["spec"]["serviceName"])
+    assert service["spec"]["publishNotReadyAddresses"] is True, (
+        "a draft that fails over and over makes its pod not ready"
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -28,6 +28,8 @@ from chart_services import (
     settings_of,
     verifier_settings,
 )
+from specdec.verifier.supervisor import OURS
+from specdec.verifier.supervisor import REFUSED as REFUSED_FLAGS
 
 META = yaml.safe_load((CHART / "Chart.yaml").read_text())
 
@@ -155,11 +157,39 @@ def test_what_cannot_work_is_refused_with_what_to_set(values: Json, words: list[
 def test_each_refusal_has_a_test() -> None:
     sentences = re.findall(r"\bfail \(?(?:printf )?\"((?:[^\"\\]|\\.)*)\"", templates())
     tested = [refusal(values=values) for values, _ in REFUSED.values()] + [refusal(values=DRA, kubernetes="1.33")]
+    tested += [refusal(values={"verifier": {"extraArgs": [flag]}}) for flag in ("--model", "--worker-cls")]
     tested += [refusal(values={"engine": {"shmSize": "1.5Gi"}}, flags=("--skip-schema-validation",))]
     assert len(sentences) > 5
     for sentence in sentences:
         pattern = ".*".join(re.escape(part) for part in re.split(r"%[a-z]", sentence.replace('\\"', '"')))
         assert any(re.search(pattern, said) for said in tested), sentence
+
+
+@pytest.mark.parametrize("flag", sorted(OURS | REFUSED_FLAGS))
+def test_what_the_verifier_would_refuse_is_refused_before_a_pod_is_made(flag: str) -> None:
+    """It refuses the same words itself, after the node was found and the image fetched."""
+    assert f"verifier.extraArgs has {flag}" in refusal(values={"verifier": {"extraArgs": [f"{flag}=1"]}})
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--model", "model.name"),
+        ("--served-model-name", "model.servedName"),
+        ("--max-model-len", "model.maxLength"),
+        ("--tensor-parallel-size", "model.tensorParallel"),
+        ("--gpu_memory_utilization", "shared.gpuMemoryUtilization"),
+        ("--max-num-seqs", "verifier.maxSessions"),
+    ],
+)
+def test_a_flag_that_has_a_value_of_its_own_is_led_there(flag: str, value: str) -> None:
+    assert f"set {value}" in refusal(values={"verifier": {"extraArgs": [flag, "1"]}})
+
+
+def test_other_flags_are_vllm_s_own_affair() -> None:
+    values = {"verifier": {"extraArgs": ["--model-impl=auto", "--port-range", 1, 0.5]}}
+    words = arguments(engine := render(values=values).pod_with("verifier"), engine.container("verifier"))
+    assert words[-4:] == ["--model-impl=auto", "--port-range", "1", "0.5"]
 
 
 DRA = {"gpu": {"mode": "dra"}}
