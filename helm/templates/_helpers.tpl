@@ -107,6 +107,29 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- toYaml $resources -}}
 {{- end -}}
 
+{{/* What a pair claims (dra). */}}
+{{- define "specdec.claim" -}}
+devices:
+  requests:
+    - name: gpus
+      exactly:
+        deviceClassName: {{ .Values.gpu.deviceClass }}
+        allocationMode: ExactCount
+        count: {{ include "specdec.gpus" . }}
+        {{- with .Values.gpu.selectors }}
+        selectors:
+          {{- range . }}
+          - cel:
+              expression: {{ . | quote }}
+          {{- end }}
+        {{- end }}
+{{- end -}}
+
+{{/* A template of claims cannot be changed: another claim is another template. */}}
+{{- define "specdec.claimTemplate" -}}
+{{- printf "%s-engine-gpus-%s" (include "specdec.fullname" .) (include "specdec.claim" . | sha256sum | trunc 8) -}}
+{{- end -}}
+
 {{/* GPUs of a pair. */}}
 {{- define "specdec.gpus" -}}
 {{- add (.Values.model.tensorParallel | int64) (ternary 1 0 (eq .Values.placement "dedicated")) -}}
