@@ -8,6 +8,7 @@ Server-side apply takes what is applied for the whole object, since nobody but h
 
 import base64
 import contextlib
+import functools
 import http.server
 import itertools
 import json
@@ -69,6 +70,15 @@ RESOURCES = [
         for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule")
     ),
 ]
+IMMUTABLE = {
+    "StatefulSet": [
+        ("spec", name) for name in ("selector", "serviceName", "podManagementPolicy", "volumeClaimTemplates")
+    ],
+    "Deployment": [("spec", "selector")],
+    "PersistentVolumeClaim": [("spec", name) for name in ("accessModes", "storageClassName", "volumeName")],
+    "ResourceClaimTemplate": [("spec",)],
+    "Service": [("spec", "clusterIP")],
+}
 GROUPS = sorted({resource.api_version for resource in RESOURCES})
 
 
@@ -301,6 +311,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         new = _merged(current or {}, sent) if self.command == "PATCH" and not applied else sent
         new = {"apiVersion": key.api_version, "kind": resource.kind, **new}
         new["metadata"] = {**new.get("metadata", {}), "name": key.name}
+        if current:
+            _refuse_change(current, new)
         if resource.namespaced:
             new["metadata"]["namespace"] = key.namespace
         if not is_status:
@@ -354,6 +366,15 @@ def _filter(among: Key, query: dict[str, str]) -> Callable[[Key, Json], bool]:
         )
 
     return wanted
+
+
+def _refuse_change(old: Json, new: Json) -> None:
+    """Raises ApiError where `new` changes what a server lets nobody change."""
+    for field in IMMUTABLE.get(old["kind"], ()):
+        before, after = (functools.reduce(lambda node, name: node.get(name, {}), field, one) for one in (old, new))
+        if before != after:
+            message = f"{old['kind']} {old['metadata']['name']!r} is invalid: {'.'.join(field)}: field is immutable"
+            raise ApiError(HTTPStatus.UNPROCESSABLE_ENTITY, "Invalid", message)
 
 
 def _merged(old: Any, new: Any) -> Any:

@@ -22,16 +22,19 @@ class Fake:
     kube: FakeKube
     kubeconfig: Path
 
-    def helm(self, command: str, *arguments: str | Path) -> str:
-        done = self.helm_unchecked(command, *arguments)
+    def helm(self, command: str, *arguments: str | Path, version: str = chart_tools.HELM) -> str:
+        done = self.helm_unchecked(command, *arguments, version=version)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def helm_unchecked(self, command: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return chart_tools.helm(command, RELEASE, *arguments, "--namespace", NAMESPACE, kubeconfig=self.kubeconfig)
+    def helm_unchecked(
+        self, command: str, *arguments: str | Path, version: str = chart_tools.HELM
+    ) -> subprocess.CompletedProcess[str]:
+        words = (command, RELEASE, *arguments, "--namespace", NAMESPACE)
+        return chart_tools.helm(*words, version=version, kubeconfig=self.kubeconfig)
 
-    def install(self, *arguments: str | Path) -> str:
-        return self.helm("install", CHART, "--create-namespace", *arguments)
+    def install(self, *arguments: str | Path, version: str = chart_tools.HELM) -> str:
+        return self.helm("install", CHART, "--create-namespace", *arguments, version=version)
 
     def kubectl(self, *arguments: str) -> str:
         command = [chart_tools.kubectl_path(), "--kubeconfig", self.kubeconfig, *arguments]
@@ -99,6 +102,38 @@ def test_each_example_installs_on_the_fake(case: str, fake: Fake) -> None:
     assert (values["model"]["servedName"] or values["model"]["name"]) in notes
     assert values["auth"]["existingSecret"] in notes
     assert all(f"https://{host}/v1" in notes for host in values["ingress"]["hosts"]), "where it is, with its TLS"
+
+
+def test_an_upgrade_may_change_how_many_gpus_are_claimed_on_the_fake(fake: Fake) -> None:
+    """A ResourceClaimTemplate cannot be changed; what pods name must be another."""
+    fake.install("--set", "gpu.mode=dra")
+    before = {name for kind, name in fake.stored() if kind == "ResourceClaimTemplate"}
+    fake.helm("upgrade", CHART, "--set", "gpu.mode=dra,model.tensorParallel=4,draft.memoryGb=8,engine.shmSize=8Gi")
+    after = {name for kind, name in fake.stored() if kind == "ResourceClaimTemplate"}
+    assert len(before) == len(after) == 1
+    assert before != after
+    fake.helm("upgrade", CHART, "--set", "gpu.mode=dra,model.tensorParallel=4")
+    assert after == {name for kind, name in fake.stored() if kind == "ResourceClaimTemplate"}, "the claim is the same"
+
+
+def test_an_upgrade_changes_nothing_that_cannot_be_changed_on_the_fake(fake: Fake) -> None:
+    fake.install()
+    for case in CASES[1:]:
+        keep = (
+            "--set",
+            "weights.existingClaim=,weights.readOnly=false,weights.size=200Gi,weights.accessMode=ReadWriteOnce",
+        )
+        fake.helm("upgrade", CHART, "-f", CHART / "examples" / f"{case}.yaml", *keep, "--set", "engine.replicas=1")
+    refused = fake.helm_unchecked("upgrade", CHART, "--set", "weights.accessMode=ReadWriteMany")
+    assert refused.returncode != 0, "the control"
+    assert "immutable" in refused.stderr
+
+
+def test_an_older_helm_installs_and_uninstalls_on_the_fake(fake: Fake) -> None:
+    fake.install(version=chart_tools.OLDER_HELM)
+    assert set(fake.stored()) == {(m["kind"], m["metadata"]["name"]) for m in render() if not is_hook(m)}
+    fake.helm("uninstall", version=chart_tools.OLDER_HELM)
+    assert {kind for kind, _ in fake.stored()} == {"PersistentVolumeClaim"}
 
 
 def test_what_a_server_refuses_the_fake_refuses(fake: Fake) -> None:
