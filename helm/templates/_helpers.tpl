@@ -293,6 +293,15 @@ imagePullSecrets:
 {{- if and $v.router.autoscaling.enabled (not (hasKey ($v.router.resources.requests | default dict) "cpu")) -}}
 {{- fail "router.autoscaling needs router.resources.requests.cpu: targetCPU is a share of it" -}}
 {{- end -}}
+{{- range $part := list "verifier" "draft" -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- range $resource, $_ := get (get $v $part).resources $kind -}}
+{{- if hasPrefix (printf "%s/" (splitList "/" $v.gpu.resource | first)) $resource -}}
+{{- fail (printf "%s.resources.%s has %s: two requests get two sets of GPUs, which cannot share memory; set gpu.mode, gpu.perNode and placement" $part $kind $resource) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- /* What the chart sets by a value of its own, and what the verifier refuses. */ -}}
 {{- $values := dict "--model" "model.name" "--served-model-name" "model.servedName" "--max-model-len" "model.maxLength" "--max-num-seqs" "verifier.maxSessions" "--host" "listen" -}}
 {{- if ne $v.gpu.mode "cpu" -}}
