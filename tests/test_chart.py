@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import kube_schemas
+import specdec
 from chart_kit import (
     CHART,
     DEFAULTS,
@@ -93,6 +94,10 @@ def test_nothing_is_null_or_left_unfilled(case: str) -> None:
 
 def test_the_golden_files_are_what_the_chart_renders() -> None:
     assert chart_golden.stale() == [], "look at what changed, then run make chart-golden"
+
+
+def test_the_images_are_of_the_program_s_version() -> None:
+    assert META["appVersion"] == specdec.__version__
 
 
 def test_a_package_of_the_chart_renders_the_same(tmp_path: Path) -> None:

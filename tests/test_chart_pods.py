@@ -213,7 +213,9 @@ def test_a_pod_asks_for_its_devices_once(case: str) -> None:
         )
         request = template["spec"]["spec"]["devices"]["requests"]
         wanted = values["model"]["tensorParallel"] + (values["placement"] == "dedicated")
-        assert [one["exactly"]["count"] for one in request] == [wanted]
+        assert [(one["exactly"]["allocationMode"], one["exactly"]["count"]) for one in request] == [
+            ("ExactCount", wanted)
+        ]
         assert request[0]["exactly"]["deviceClassName"] == gpu["deviceClass"]
     else:
         assert asking == {}

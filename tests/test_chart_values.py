@@ -85,6 +85,39 @@ def test_a_negative_number_is_refused_by_name() -> None:
         assert f"at '{pointer(path)}'" in said, f"{path}: {said}"
 
 
+OUT_OF_RANGE: dict[str, Any] = {
+    ".monitoring.serviceMonitor.interval": "15",
+    ".images.router.digest": "latest",
+    ".images.registry": "https://registry.example.org",
+    ".ingress.path": "v1",
+    ".ingress.hosts": ["https://llm.example.org"],
+    ".ingress.tls": [{"secret": "llm-tls"}],
+    ".ingress.annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": 3600},
+    ".weights.size": "200",
+    ".weights.accessMode": "RWX",
+    ".weights.mountPath": "/cache",
+    ".engine.shmSize": "16",
+    ".engine.updateStrategy": "Recreate",
+    ".engine.pdb.maxUnavailable": 0,
+    ".draft.drafter": "medusa",
+    ".draft.extraEnv": [{"name": "OMP_NUM_THREADS", "value": 1}],
+    ".gpu.mode": "mig",
+    ".gpu.resource": "gpu",
+    ".listen": "localhost",
+    ".router.policy": "best",
+    ".router.service.port": 70000,
+    ".huggingface.endpoint": "mirror.example.org",
+    ".fullnameOverride": "Specdec_1",
+    ".shared.gpuMemoryUtilization": 1.5,
+}
+
+
+def test_a_value_out_of_range_is_refused_by_name() -> None:
+    said = refusal(values=nested(OUT_OF_RANGE))
+    for path, value in OUT_OF_RANGE.items():
+        assert f"at '{pointer(path)}" in said, f"{path}: {value}: {said}"
+
+
 def test_a_value_that_is_taken_away_is_missed_by_name() -> None:
     """A section whose lines are all commented out is null, which takes the defaults out, too."""
     places = [path for path, value in walk(VALUES) if path and (is_section(path, value) or is_leaf(path, value))]
@@ -142,6 +175,10 @@ REFUSED: dict[str, tuple[Json, list[str]]] = {
     "a share of nothing": (
         {"router": {"autoscaling": {"enabled": True}, "resources": {"requests": {"cpu": None}}}},
         ["router.resources.requests.cpu", "targetCPU"],
+    ),
+    "a second request of GPUs": (
+        {"draft": {"resources": {"limits": {"nvidia.com/gpu": 1}}}},
+        ["draft.resources.limits has nvidia.com/gpu", "two sets of GPUs", "set gpu.mode"],
     ),
     "an end before a warning": ({"engine": {"stallSeconds": 900}}, ["engine.stallSeconds", "engine.deadSeconds"]),
     "memory in a unit of its own": ({"engine": {"shmSize": "1.5Gi"}}, ["1.5Gi"]),
