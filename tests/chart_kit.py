@@ -1,4 +1,4 @@
-"""Renders the chart and looks things up in what comes out: manifests, pods, containers, what they are started with."""
+"""Renders the chart and looks things up in what comes out: manifests, pods, containers, references."""
 
 import functools
 import json
@@ -82,10 +82,9 @@ class Rendered(list[Json]):
     def of(self, kind: str) -> list[Json]:
         return [manifest for manifest in self if manifest["kind"] == kind]
 
-    def one(self, kind: str, ending: str = "") -> Json:
-        found = [manifest for manifest in self.of(kind) if manifest["metadata"]["name"].endswith(ending)]
-        assert len(found) == 1, f"{len(found)} of {kind} *{ending}: {[m['metadata']['name'] for m in self.of(kind)]}"
-        return found[0]
+    def one(self, kind: str) -> Json:
+        (found,) = self.of(kind)
+        return found
 
     def pods(self) -> list[Pod]:
         found = []
