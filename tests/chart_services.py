@@ -3,6 +3,7 @@ vLLM make of them."""
 
 import ast
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from chart_kit import NAMESPACE, Json, Pod
+from chart_kit import CHART, NAMESPACE, Json, Pod
 from specdec.check import CheckSettings
 from specdec.cli import split_extra
 from specdec.draft.settings import DraftSettings
 from specdec.errors import SpecdecError
 from specdec.router.settings import RouterSettings
 from specdec.settings import Settings
+from specdec.stack import UpSettings
 from specdec.verifier.settings import VerifierSettings
 
 POD_IP = "10.0.0.7"
@@ -95,9 +97,8 @@ def known_variable(name: str) -> None:
     """Fails for a variable with the program's prefix that it does not read: nobody else would say so."""
     if not name.startswith("SPECDEC_") or name in OTHER_VARIABLES:
         return
-    fields = {
-        kind.model_config["env_prefix"] + field.upper() for kind in COMMANDS.values() for field in kind.model_fields
-    }
+    kinds = [*COMMANDS.values(), UpSettings]
+    fields = {kind.model_config["env_prefix"] + field.upper() for kind in kinds for field in kind.model_fields}
     assert name in fields, f"there is no setting {name}"
 
 
@@ -111,3 +112,30 @@ def vllm_flags() -> set[str]:
                 fields = [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]
                 flags |= {"--" + field.replace("_", "-") for field in fields}
     return flags
+
+
+def image_stage(container: str, values: Json) -> str:
+    """Which stage of the Dockerfile is the container's image."""
+    if container in ("router", "check"):
+        return "router"
+    return "engine-cpu" if values["gpu"]["mode"] == "cpu" else "engine"
+
+
+def image_variables(stage: str) -> dict[str, str]:
+    """What the Dockerfile sets in one stage, PATH aside."""
+    blocks = re.findall(r"^ENV ((?:.*\\\n)*.*)$", _stages()[stage], re.MULTILINE)
+    pairs = [word.partition("=") for block in blocks for word in block.replace("\\\n", " ").split()]
+    return {name: value for name, _, value in pairs if name != "PATH"}
+
+
+def image_entrypoint(stage: str) -> list[str]:
+    found = re.findall(r"^ENTRYPOINT (\[.*\])$", _stages()[stage], re.MULTILINE)
+    words: list[str] = json.loads(found[-1])
+    return words
+
+
+def _stages() -> dict[str, str]:
+    """The Dockerfile's stages by name."""
+    text = (CHART.parent / "Dockerfile").read_text()
+    parts = re.split(r"^FROM .* AS (\S+)$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))

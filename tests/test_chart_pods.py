@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from chart_kit import (
-    CHART,
     DEFAULTS,
     NAMESPACE,
     VALUES,
@@ -29,6 +28,8 @@ from chart_services import (
     POD_IP,
     arguments,
     environment,
+    image_stage,
+    image_variables,
     router_settings,
     settings_of,
     verifier_settings,
@@ -367,7 +368,8 @@ def test_what_is_written_has_a_place_under_a_read_only_root(case: str) -> None:
                 if not mount.get("readOnly") and "emptyDir" in volume_of(pod, mount)
             ]
             assert "/tmp" in writable, f"{pod.name} {container['name']}"
-            for name, place in {**image_variables(container), **environment(pod, container)}.items():
+            image = image_variables(image_stage(container["name"], values_of(case)))
+            for name, place in {**image, **environment(pod, container)}.items():
                 if re.search("(^HOME|_HOME|_CACHE|_DIR|_ROOT)$", name) and name != "HF_HOME":
                     assert any(Path(place).is_relative_to(path) for path in writable), (
                         f"{container['name']} {name}={place}"
@@ -410,15 +412,6 @@ def test_a_token_of_the_user_is_referred_to_and_nothing_else() -> None:
 
 
 # ---- what these tests look things up with
-
-
-def image_variables(container: Json) -> dict[str, str]:
-    """What the Dockerfile sets, PATH aside; of the router's image all that matters is where its home is."""
-    if container["name"] == "router":
-        return {"HOME": "/tmp"}
-    blocks = re.findall(r"^ENV ((?:.*\\\n)*.*)$", (CHART.parent / "Dockerfile").read_text(), re.MULTILINE)
-    pairs = [word.partition("=") for block in blocks for word in block.replace("\\\n", " ").split()]
-    return {name: value for name, _, value in pairs if name != "PATH"}
 
 
 def pre_stop_s(container: Json) -> float:

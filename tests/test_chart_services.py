@@ -13,6 +13,9 @@ from chart_services import (
     COMMANDS,
     arguments,
     environment,
+    image_entrypoint,
+    image_stage,
+    image_variables,
     known_variable,
     router_settings,
     settings_of,
@@ -38,6 +41,17 @@ def test_the_services_take_what_they_are_started_with(case: str) -> None:
             for name in environment(pod, container):
                 known_variable(name)
     assert set(started) == set(COMMANDS)
+
+
+@each_case
+def test_the_images_start_the_program_and_say_nothing_that_it_does_not_know(case: str) -> None:
+    for pod in render(case).pods():
+        for container in pod.containers:
+            stage = image_stage(container["name"], values_of(case))
+            assert image_entrypoint(stage)[-1] == "specdec"
+            assert "command" not in container, "which would take the image's init away"
+            for name in image_variables(stage):
+                known_variable(name)
 
 
 @each_case
