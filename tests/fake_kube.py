@@ -116,6 +116,7 @@ class FakeKube:
         self.objects: dict[Key, Json] = {}
         self.events: list[Event] = []
         self.calls: list[tuple[str, str]] = []  # method, path
+        self.failing: set[str] = set()  # pods that end with an error, by name
         self.changed = threading.Condition()
         self._revisions = itertools.count(1)
         for name in ("default", "kube-system"):
@@ -152,7 +153,7 @@ class FakeKube:
         before = old["metadata"]["generation"] if old else 0
         metadata["generation"] = before + (old is None or old.get("spec") != new.get("spec"))
         self._record("MODIFIED" if old else "ADDED", key, new)
-        _settle(new)
+        _settle(new, fails=key.name in self.failing)
         self.objects[key] = new
         return new
 
@@ -176,7 +177,7 @@ class FakeKube:
             raise ApiError(HTTPStatus.UNPROCESSABLE_ENTITY, "Invalid", message)
 
 
-def _settle(new: Json) -> None:
+def _settle(new: Json, fails: bool) -> None:
     """Fills in what controllers and the server's defaults would, as far as clients wait for it."""
     kind, spec = new["kind"], new.get("spec") or {}
     if kind in ("Deployment", "StatefulSet", "ReplicaSet"):
@@ -188,7 +189,7 @@ def _settle(new: Json) -> None:
         observed = {"observedGeneration": new["metadata"]["generation"], "conditions": conditions}
         new["status"] = observed | dict.fromkeys(counts, spec.get("replicas", 1))
     elif kind == "Pod":
-        phase = "Succeeded" if spec.get("restartPolicy") == "Never" else "Running"
+        phase = "Failed" if fails else "Succeeded" if spec.get("restartPolicy") == "Never" else "Running"
         new["status"] = {"phase": phase, "conditions": [{"type": "Ready", "status": "True", "reason": "PodCompleted"}]}
     elif kind == "Job":
         new["status"] = {"succeeded": 1, "conditions": [{"type": "Complete", "status": "True"}]}

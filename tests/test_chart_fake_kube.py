@@ -86,6 +86,15 @@ def test_install_upgrade_rollback_test_uninstall_on_the_fake(fake: Fake) -> None
     assert {kind for kind, _ in left} == {"PersistentVolumeClaim"}, "what took hours to download stays"
 
 
+def test_a_test_pod_that_fails_fails_helm_test_on_the_fake(fake: Fake) -> None:
+    fake.install()
+    hooks = [m["metadata"]["name"] for m in render() if is_hook(m)]
+    fake.kube.failing.update(hooks)
+    done = fake.helm_unchecked("test", "--timeout", "30s")
+    assert done.returncode != 0
+    assert hooks[0] in done.stdout + done.stderr
+
+
 def test_installing_again_takes_the_claim_that_was_kept_on_the_fake(fake: Fake) -> None:
     fake.install()
     fake.helm("uninstall")
