@@ -29,6 +29,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "check": CheckSettings,
 }
 OTHER_VARIABLES = {"SPECDEC_CACHE", "SPECDEC_CONFIG", "SPECDEC_LOG_FORMAT", "SPECDEC_LOG_LEVEL"}
+STAGES = ("router", "engine", "engine-cpu")  # of the Dockerfile, each an image
 _VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 
 
@@ -115,7 +116,7 @@ def vllm_flags() -> set[str]:
 
 
 def image_stage(container: str, values: Json) -> str:
-    """Which stage of the Dockerfile is the container's image."""
+    """Which stage is the container's image."""
     if container in ("router", "check"):
         return "router"
     return "engine-cpu" if values["gpu"]["mode"] == "cpu" else "engine"
@@ -123,18 +124,18 @@ def image_stage(container: str, values: Json) -> str:
 
 def image_variables(stage: str) -> dict[str, str]:
     """What the Dockerfile sets in one stage, PATH aside."""
-    blocks = re.findall(r"^ENV ((?:.*\\\n)*.*)$", _stages()[stage], re.MULTILINE)
+    blocks = re.findall(r"^ENV ((?:.*\\\n)*.*)$", image_stages().get(stage, ""), re.MULTILINE)
     pairs = [word.partition("=") for block in blocks for word in block.replace("\\\n", " ").split()]
     return {name: value for name, _, value in pairs if name != "PATH"}
 
 
 def image_entrypoint(stage: str) -> list[str]:
-    found = re.findall(r"^ENTRYPOINT (\[.*\])$", _stages()[stage], re.MULTILINE)
+    found = re.findall(r"^ENTRYPOINT (\[.*\])$", image_stages()[stage], re.MULTILINE)
     words: list[str] = json.loads(found[-1])
     return words
 
 
-def _stages() -> dict[str, str]:
+def image_stages() -> dict[str, str]:
     """The Dockerfile's stages by name."""
     text = (CHART.parent / "Dockerfile").read_text()
     parts = re.split(r"^FROM .* AS (\S+)$", text, flags=re.MULTILINE)

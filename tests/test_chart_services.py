@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from chart_kit import (
     CASES,
     CHART,
@@ -11,10 +13,11 @@ from chart_kit import (
 )
 from chart_services import (
     COMMANDS,
+    STAGES,
     arguments,
     environment,
     image_entrypoint,
-    image_stage,
+    image_stages,
     image_variables,
     known_variable,
     router_settings,
@@ -43,15 +46,16 @@ def test_the_services_take_what_they_are_started_with(case: str) -> None:
     assert set(started) == set(COMMANDS)
 
 
+@pytest.mark.parametrize("stage", [stage for stage in image_stages() if stage in STAGES])
+def test_the_images_start_the_program_and_set_nothing_that_it_does_not_know(stage: str) -> None:
+    assert image_entrypoint(stage)[-1] == "specdec"
+    for name in image_variables(stage):
+        known_variable(name)
+
+
 @each_case
-def test_the_images_start_the_program_and_say_nothing_that_it_does_not_know(case: str) -> None:
-    for pod in render(case).pods():
-        for container in pod.containers:
-            stage = image_stage(container["name"], values_of(case))
-            assert image_entrypoint(stage)[-1] == "specdec"
-            assert "command" not in container, "which would take the image's init away"
-            for name in image_variables(stage):
-                known_variable(name)
+def test_no_container_takes_the_image_s_init_away(case: str) -> None:
+    assert not any("command" in container for pod in render(case).pods() for container in pod.containers)
 
 
 @each_case
