@@ -8,7 +8,7 @@ export TORCH_INDEX
 # Nor should make say on stdout which directory it leaves (`make -C`; heeded from make 4.4 on).
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test soak lint proto proto-check docs lock clean
+.PHONY: help setup demo up test soak lint chart chart-golden proto proto-check docs lock clean
 
 # Made where it is missing; `make setup` also renews it.
 STAMP := $(VENV)/.specdec-setup
@@ -57,6 +57,14 @@ docs: | $(STAMP)  ## write docs/metrics.md and the dashboards from their tables
 	$(BIN)/python tools/metrics_doc.py
 	$(BIN)/python tools/dashboards.py
 
+chart: | $(STAMP)  ## lint, render and check the Helm chart; fetches helm once
+	$(BIN)/python tools/chart_tools.py
+	$(BIN)/python -m pytest tests/test_chart*.py $(PYTEST)
+
+chart-golden: | $(STAMP)  ## write what the chart renders to helm/examples/golden
+	$(BIN)/python tools/chart_tools.py
+	$(BIN)/python tools/chart_golden.py
+
 proto: | $(STAMP)  ## write the gRPC stubs from proto/speculation.proto
 	$(PROTOC) --python_out=services --pyi_out=services --grpc_python_out=services
 
@@ -71,5 +79,5 @@ lock: | $(STAMP)  ## renew requirements/lock.txt
 	PYTHON=$(BIN)/python requirements/compile.sh
 
 clean:  ## remove the environment and all caches here
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .import_linter_cache build dist services/*.egg-info
+	rm -rf $(VENV) .cache .tools .pytest_cache .ruff_cache .mypy_cache .import_linter_cache build dist services/*.egg-info
 	find services tests tools -name __pycache__ -prune -exec rm -rf {} +

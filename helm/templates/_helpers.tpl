@@ -14,8 +14,8 @@
 {{- end -}}
 
 {{- define "specdec.selector" -}}
-app.kubernetes.io/name: {{ include "specdec.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "specdec.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "specdec.labels" -}}
@@ -105,6 +105,29 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- $_ := set $resources "claims" (list (dict "name" "gpus")) -}}
 {{- end -}}
 {{- toYaml $resources -}}
+{{- end -}}
+
+{{/* What a pair claims (dra). */}}
+{{- define "specdec.claim" -}}
+devices:
+  requests:
+    - name: gpus
+      exactly:
+        deviceClassName: {{ .Values.gpu.deviceClass }}
+        allocationMode: ExactCount
+        count: {{ include "specdec.gpus" . }}
+        {{- with .Values.gpu.selectors }}
+        selectors:
+          {{- range . }}
+          - cel:
+              expression: {{ . | quote }}
+          {{- end }}
+        {{- end }}
+{{- end -}}
+
+{{/* A template of claims cannot be changed: another claim is another template. */}}
+{{- define "specdec.claimTemplate" -}}
+{{- printf "%s-engine-gpus-%s" (include "specdec.fullname" .) (include "specdec.claim" . | sha256sum | trunc 8) -}}
 {{- end -}}
 
 {{/* GPUs of a pair. */}}
@@ -203,6 +226,9 @@ imagePullSecrets:
   value: {{ .Values.logFormat }}
 - name: HF_HOME
   value: {{ .Values.weights.mountPath }}/huggingface
+# Code of models (--trust-remote-code) is unpacked here; HF_HOME may be read-only.
+- name: HF_MODULES_CACHE
+  value: /cache/huggingface/modules
 {{- if or .Values.huggingface.offline .Values.weights.readOnly }}
 - name: HF_HUB_OFFLINE
   value: "1"
@@ -266,6 +292,32 @@ imagePullSecrets:
 {{- end -}}
 {{- if and $v.router.autoscaling.enabled (not (hasKey ($v.router.resources.requests | default dict) "cpu")) -}}
 {{- fail "router.autoscaling needs router.resources.requests.cpu: targetCPU is a share of it" -}}
+{{- end -}}
+{{- range $part := list "verifier" "draft" -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- range $resource, $_ := get (get $v $part).resources $kind -}}
+{{- if hasPrefix (printf "%s/" (splitList "/" $v.gpu.resource | first)) $resource -}}
+{{- fail (printf "%s.resources.%s has %s: two requests get two sets of GPUs, which cannot share memory; set gpu.mode, gpu.perNode and placement" $part $kind $resource) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- /* What the chart sets by a value of its own, and what the verifier refuses. */ -}}
+{{- $values := dict "--model" "model.name" "--served-model-name" "model.servedName" "--max-model-len" "model.maxLength" "--max-num-seqs" "verifier.maxSessions" "--host" "listen" -}}
+{{- if ne $v.gpu.mode "cpu" -}}
+{{- $values = merge $values (dict "--tensor-parallel-size" "model.tensorParallel" "-tp" "model.tensorParallel") -}}
+{{- end -}}
+{{- if and (ne $v.gpu.mode "cpu") (eq $v.placement "shared") -}}
+{{- $_ := set $values "--gpu-memory-utilization" "shared.gpuMemoryUtilization" -}}
+{{- end -}}
+{{- $others := list "--port" "--worker-cls" "--scheduler-cls" "--speculative-config" "-sc" "--spec-method" "--spec-model" "--spec-tokens" "--pipeline-parallel-size" "-pp" "--data-parallel-size" "-dp" -}}
+{{- range $v.verifier.extraArgs -}}
+{{- $flag := regexFind "^[^=.]*" (toString .) | replace "_" "-" -}}
+{{- if hasKey $values $flag -}}
+{{- fail (printf "verifier.extraArgs has %s: leave it out and set %s" $flag (get $values $flag)) -}}
+{{- else if has $flag $others -}}
+{{- fail (printf "verifier.extraArgs has %s: leave it out, the verifier sets or refuses it itself" $flag) -}}
+{{- end -}}
 {{- end -}}
 {{- if gt ($v.engine.stallSeconds | int64) ($v.engine.deadSeconds | int64) -}}
 {{- fail "engine.stallSeconds is above engine.deadSeconds: a pair would be restarted before it is not ready" -}}
