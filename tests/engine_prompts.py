@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -128,6 +130,16 @@ def knowing_drafts(oracle: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "SPECDEC_TEST_ORACLE": str(oracle)}
 
 
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose name leaves room for that of a socket."""
+    folder = Path(tempfile.mkdtemp(prefix="specdec-test-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def ask(client: httpx.Client, url: str, body: Body) -> Document:
     """The whole answer to a text completion or, where there are messages, to a chat request; greedy unless it says
     otherwise."""
@@ -204,9 +216,11 @@ class Oracle:
     @classmethod
     def ask(cls, url: str, path: Path) -> "Oracle":
         """Asks a server without speculation."""
-        answers = complete_all(url)
-        short = [complete(url, case) for case in MIN_TOKENS_CASES]
-        min_tokens = [complete(url, case, min_tokens=MIN_TOKENS) for case in MIN_TOKENS_CASES]
+        with ThreadPoolExecutor(16) as pool:
+            whole = [pool.submit(complete, url, case) for case in CASES]
+            ended = [pool.submit(complete, url, case) for case in MIN_TOKENS_CASES]
+            forced = [pool.submit(complete, url, case, min_tokens=MIN_TOKENS) for case in MIN_TOKENS_CASES]
+            answers, short, min_tokens = ([one.result() for one in asked] for asked in (whole, ended, forced))
         path.write_text(json.dumps([[*a.prompt_ids, *a.ids] for a in answers + short + min_tokens]))
         return cls(path, answers, short, min_tokens)
 

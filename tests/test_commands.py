@@ -2,12 +2,14 @@
 
 import contextlib
 import json
-import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -15,14 +17,68 @@ import psutil
 import pytest
 
 pytestmark = pytest.mark.engine
+Done = subprocess.CompletedProcess[str]
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str) -> Done:
     return subprocess.run([sys.executable, "-m", "specdec", *command], capture_output=True, text=True, timeout=500)
 
 
-def test_the_demo_marks_an_answer_compares_and_ends_with_its_result(model: Path):
-    done = run("demo", "--max-tokens", "16")
+@pytest.fixture(scope="module")
+def demo(model: Path) -> Iterator[Future[Done]]:
+    """The demo, under way: it loads its servers while the first test waits for those of `specdec up`."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(run, "demo", "--max-tokens", "16")
+
+
+def test_up_answers_restarts_a_dead_draft_and_stops_everything(demo: Future[Done], tmp_path: Path):
+    log = tmp_path / "up.log"
+    with log.open("wb") as stream:
+        up = subprocess.Popen(
+            [sys.executable, "-m", "specdec", "up", "--port", "18427", "--logs", str(tmp_path / "logs")], stderr=stream
+        )
+    try:
+        deadline = time.monotonic() + 200
+        while "OpenAI API at" not in log.read_text():
+            assert up.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        question = {"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+        answer = httpx.post("http://127.0.0.1:18427/v1/chat/completions", json=question, timeout=60).json()
+        assert answer["usage"]["completion_tokens"] > 0
+        family = psutil.Process(up.pid).children(recursive=True)
+        (draft,) = drafts(up)
+        draft.kill()
+        while not (again := [p for p in drafts(up) if p != draft]):
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        while not httpx.get("http://127.0.0.1:18427/readyz", timeout=5).json()["pairs"][0]["draft"]["up"]:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        assert again[0].is_running()
+        assert "the draft ended with exit code" in log.read_text()
+        family += psutil.Process(up.pid).children(recursive=True)
+        up.send_signal(signal.SIGINT)
+        assert up.wait(60) == 0
+        _, left = psutil.wait_procs(family, timeout=5)
+        assert not left
+    finally:
+        up.kill()
+        up.wait()
+
+
+def drafts(up: "subprocess.Popen[bytes]") -> list[psutil.Process]:
+    """The draft processes below `up`."""
+    found = []
+    for process in psutil.Process(up.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it may be ending
+            if process.cmdline()[1:4] == ["-m", "specdec", "draft"]:
+                found.append(process)
+    return found
+
+
+def test_the_demo_marks_an_answer_compares_and_ends_with_its_result(demo: Future[Done]):
+    done = demo.result()
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     result = json.loads(lines[-1])
@@ -71,63 +127,19 @@ def test_the_benchmark_has_every_variant_side_by_side(model: Path, tmp_path: Pat
     assert {len(answers) for answers in samples.values()} == {12}
 
 
-def test_up_answers_restarts_a_dead_draft_and_stops_everything(model: Path, tmp_path: Path):
-    log = tmp_path / "up.log"
-    with log.open("wb") as stream:
-        up = subprocess.Popen(
-            [sys.executable, "-m", "specdec", "up", "--port", "18427", "--logs", str(tmp_path / "logs")], stderr=stream
-        )
-    try:
-        deadline = time.monotonic() + 200
-        while "OpenAI API at" not in log.read_text():
-            assert up.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        question = {"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
-        answer = httpx.post("http://127.0.0.1:18427/v1/chat/completions", json=question, timeout=60).json()
-        assert answer["usage"]["completion_tokens"] > 0
-        family = psutil.Process(up.pid).children(recursive=True)
-        (draft,) = drafts(up)
-        draft.kill()
-        while not (again := [p for p in drafts(up) if p != draft]):
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        while not httpx.get("http://127.0.0.1:18427/readyz", timeout=5).json()["pairs"][0]["draft"]["up"]:
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        assert again[0].is_running()
-        assert "the draft ended with exit code" in log.read_text()
-        family += psutil.Process(up.pid).children(recursive=True)
-        up.send_signal(signal.SIGINT)
-        assert up.wait(60) == 0
-        _, left = psutil.wait_procs(family, timeout=5)
-        assert not left
-    finally:
-        up.kill()
-        up.wait()
-
-
-def drafts(up: "subprocess.Popen[bytes]") -> list[psutil.Process]:
-    """The draft processes below `up`."""
-    found = []
-    for process in psutil.Process(up.pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it may be ending
-            if process.cmdline()[1:4] == ["-m", "specdec", "draft"]:
-                found.append(process)
-    return found
-
-
 def test_up_that_cannot_start_says_so_and_keeps_the_logs(tmp_path: Path):
-    done = run("up", "--drafter", "causal")
-    assert (done.returncode, "needs --draft-model" in done.stderr) == (2, True)
-    done = run("up", "--drafter", "eagle3", "--draft-model", str(tmp_path), "--model", "some/name")
-    assert (done.returncode, "needs --model as a folder" in done.stderr) == (2, True)
-    done = run("up", "--model", str(tmp_path / "nowhere"))
-    assert done.returncode == 1
-    assert "the verifier ended with exit code" in done.stderr
-    folder = re.search(r"logs in (\S+)", done.stderr)
+    commands = [
+        ("--drafter", "causal"),
+        ("--drafter", "eagle3", "--draft-model", str(tmp_path), "--model", "some/name"),
+        ("--model", str(tmp_path / "nowhere")),
+    ]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        bare, unnamed, nowhere = pool.map(lambda args: run("up", *args), commands)
+    assert (bare.returncode, "needs --draft-model" in bare.stderr) == (2, True)
+    assert (unnamed.returncode, "needs --model as a folder" in unnamed.stderr) == (2, True)
+    assert nowhere.returncode == 1
+    assert "the verifier ended with exit code" in nowhere.stderr
+    folder = re.search(r"logs in (\S+)", nowhere.stderr)
     assert folder is not None
     assert "nowhere" in (Path(folder[1]) / "verifier.log").read_text()
-    for file in Path(folder[1]).iterdir():
-        file.unlink()
-    os.rmdir(folder[1])
+    shutil.rmtree(folder[1])

@@ -22,12 +22,10 @@ import grpc
 import httpx
 import numpy as np
 import openai
-import psutil
 import pytest
 
 from engine_prompts import CASES, MIN_TOKENS, MIN_TOKENS_CASES, Completion, Oracle, complete, complete_all
 from fake_drafters import AUX_LAYERS, COLUMNS, states_folder
-from specdec.channel.segment import segment_path, sweep
 from specdec.client import chat, stream_chat
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
@@ -109,7 +107,7 @@ class Recorder:
     [
         ("Perfect", ("--policy", "fake_policies:Cycling", "--window", "1")),
         ("Noisy", ("--policy", "fake_policies:Cycling", "--window", "3")),
-        ("Against", ("--policy", "fixed", "--steps", "5", "--window", "4")),
+        ("Against", ("--policy", "fixed", "--steps", "3", "--window", "4")),
         ("Random", ("--policy", "accept-length", "--window", "2")),
         ("Garbage", ("--policy", "fixed", "--steps", "8", "--window", "1")),
         ("ngram", ("--policy", "accept-length", "--window", "4")),
@@ -407,7 +405,7 @@ def test_a_stopped_router_brings_k_to_zero_within_the_lease(engine_stack: Stack,
     engine_stack.wait_ready()
     assert engine_stack.router is not None
     with Recorder(engine_stack) as recorder, ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(complete, engine_stack.url, ("Once upon a time there was a", 400), ignore_eos=True)
+        pending = pool.submit(complete, engine_stack.url, ("Once upon a time there was a", 240), ignore_eos=True)
         until(lambda: sum(v.committed for _, v in recorder.cycles) > 40)
         os.killpg(engine_stack.router.process.pid, signal.SIGSTOP)
         stopped = time.monotonic()
@@ -420,8 +418,8 @@ def test_a_stopped_router_brings_k_to_zero_within_the_lease(engine_stack: Stack,
         assert len(late) > 20
         assert all((v.order, v.proposed) == (0, 0) for v in late)
         got = pending.result(60)
-    assert got.usage["completion_tokens"] == 400
-    expected = complete(engine_stack.url, ("Once upon a time there was a", 400), ignore_eos=True, speculative="off")
+    assert got.usage["completion_tokens"] == 240
+    expected = complete(engine_stack.url, ("Once upon a time there was a", 240), ignore_eos=True, speculative="off")
     assert got.ids == expected.ids
     again = complete(engine_stack.url, CASES[4]).usage["completion_tokens_details"]
     assert again["accepted_prediction_tokens"] > 0  # and it speculates again
@@ -686,26 +684,3 @@ def test_the_installed_vllm_has_every_seam():
     broken = seams.Seam("vllm.v1.core.sched.scheduler:Scheduler.schedule", ("self", "renamed"), "a changed argument")
     with pytest.raises(seams.SeamError, match="a changed argument"):
         seams.check((broken,))
-
-
-@pytest.mark.ends_the_stack
-def test_nothing_outlives_a_killed_verifier(engine_stack: Stack):
-    """Last, since it ends the stack's verifier."""
-    group = engine_stack.verifier.process.pid
-    guard = psutil.Process(group)
-    (verifier,) = guard.children()
-    family = [guard, verifier, *verifier.children(recursive=True)]
-    assert len(family) >= 4  # its guard, vLLM's server and engine among them
-    segment = segment_path(engine_stack.pair)
-    assert segment.exists()
-    shared = {m.path for p in family for m in p.memory_maps() if m.path.startswith("/dev/shm/psm_")}
-    assert shared, "vLLM's own shared memory"
-    verifier.kill()
-    until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), 5)
-    assert engine_stack.draft is not None
-    assert engine_stack.draft.process.poll() is None, "the draft waits for the next verifier"
-    assert segment in sweep()
-    assert not any(Path(path).exists() for path in shared)
-    answer = httpx.post(engine_stack.url + "/v1/completions", json={"model": "demo", "prompt": "x"}, timeout=20)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] in ("no_pair", "engine_unavailable")
