@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_prompts import PLAIN_ARGS, VLLM_ARGS, Oracle, knowing_drafts, short_folder
+from engine_prompts import PLAIN_ARGS, THREADS, VLLM_ARGS, Oracle, knowing_drafts, short_folder
 from fake_collector import FakeCollector
 from fake_drafters import AUX_LAYERS
 from specdec.model import demo_model
@@ -73,9 +73,10 @@ def servers(
     side by side: most of it is the work of one processor each."""
     known, logs = tmp_path_factory.mktemp("oracle") / "oracle.json", tmp_path_factory.mktemp("logs")
     known.write_text("[]")
-    env = {**knowing_drafts(known), **collector.environment, "SPECDEC_LOG_FORMAT": "json", "TMPDIR": str(stack_folder)}
+    env = THREADS | knowing_drafts(known) | collector.environment
+    env |= {"SPECDEC_LOG_FORMAT": "json", "TMPDIR": str(stack_folder)}
     with (
-        Plain(model, logs, PLAIN_ARGS) as plain,
+        Plain(model, logs, PLAIN_ARGS, THREADS) as plain,
         Stack(
             model,
             logs,

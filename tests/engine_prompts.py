@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from specdec.demo import prompts
+from specdec.stack import Stack
 
 # Small chunks and a small KV cache, so that prompts are cut and sessions preempted while the drafts are at work.
 BLOCKS = 34
@@ -25,6 +26,9 @@ VLLM_ARGS = [
     "--enable-prefix-caching",
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),  # a named tool needs a parser, too
 ]
+
+# Two thirds of the time for a pass of many rows; threads that wait leave their processor to draft and router.
+THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 
 TESTS = Path(__file__).parent
 Body = dict[str, Any]
@@ -138,6 +142,19 @@ def short_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def fixed(steps: int, window: int) -> tuple[str, ...]:
+    """A router's arguments for one step count."""
+    return ("--policy", "fixed", "--steps", str(steps), "--window", str(window))
+
+
+def arrange(stack: Stack, drafter: str, *router: str, draft_model: Path | None = None) -> None:
+    """Gives the stack another draft and router, at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        for started in (pool.submit(stack.start_draft, drafter, draft_model), pool.submit(stack.start_router, *router)):
+            started.result()
+    stack.wait_ready()
 
 
 def ask(client: httpx.Client, url: str, body: Body) -> Document:

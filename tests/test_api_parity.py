@@ -16,8 +16,10 @@ from engine_prompts import (
     Body,
     Document,
     Oracle,
+    arrange,
     ask_all,
     counted,
+    fixed,
     same,
     sequences,
 )
@@ -109,9 +111,7 @@ def bodies_of(name: str) -> list[Body]:
 
 def speculate_with(stack: Stack, drafter: str, *router: str) -> None:
     """Gives the stack this draft and router."""
-    stack.start_draft(f"fake_drafters:{drafter}")
-    stack.start_router(*(router or ("--policy", "fixed", "--steps", str(MAX_STEPS), "--window", "4")))
-    stack.wait_ready()
+    arrange(stack, f"fake_drafters:{drafter}", *(router or fixed(MAX_STEPS, 4)))
 
 
 def compare_all(stack: Stack, bodies: list[Body], expected: list[Document], at_once: int = 16) -> list[int]:
@@ -410,7 +410,7 @@ def test_a_draft_that_fails_or_slows_down_for_a_while_costs_speed_only(
     right = expected["long"][0]["choices"][0]["token_ids"]
     trouble = trouble_file(oracle.path)
     trouble.unlink(missing_ok=True)
-    speculate_with(engine_stack, drafter, "--policy", "fixed", "--steps", "2", "--window", "2")
+    speculate_with(engine_stack, drafter, *fixed(2, 2))
     with Recorder(engine_stack) as recorder, ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_all, engine_stack.url, [LONG] * 8, 4)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -16,12 +17,15 @@ import httpx
 import psutil
 import pytest
 
+from engine_prompts import THREADS
+
 pytestmark = pytest.mark.engine
 Done = subprocess.CompletedProcess[str]
 
 
-def run(*command: str) -> Done:
-    return subprocess.run([sys.executable, "-m", "specdec", *command], capture_output=True, text=True, timeout=500)
+def run(*command: str, **variables: str) -> Done:
+    command = (sys.executable, "-m", "specdec", *command)
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=500)
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +106,9 @@ def test_the_demo_marks_an_answer_compares_and_ends_with_its_result(demo: Future
 def test_the_benchmark_has_every_variant_side_by_side(model: Path, tmp_path: Path):
     out = tmp_path / "bench.json"
     done = run(
-        *("bench", "--max-tokens", "48", "--steps", "3", "--windows", "1", "--own", "3", "--concurrency", "4"),
+        *("bench", "--max-tokens", "32", "--steps", "3", "--windows", "1", "--own", "3", "--concurrency", "4"),
         *("--json", "--out", str(out)),
+        **THREADS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)

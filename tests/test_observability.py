@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from dashboard_kit import DASHBOARDS, RULES, filled, queries, rules, selectors
+from engine_prompts import arrange
 from fake_collector import FakeCollector, answering
 from specdec.client import stream_chat
 from specdec.stack import CPU_ENVIRONMENT, Service, Stack, free_ports
@@ -250,9 +251,7 @@ def test_several_routers_add_up(engine_stack: Stack):
 
 
 def test_one_trace_from_the_client_to_the_draft(engine_stack: Stack, collector: FakeCollector):
-    engine_stack.start_draft("ngram")
-    engine_stack.start_router()
-    engine_stack.wait_ready()
+    arrange(engine_stack, "ngram")
     caller, secret = "0af7651916cd43dd8448eb211c80319c", "7, 5, 3, 7, 5, 3, 7, 5,"
     response = httpx.post(
         f"{engine_stack.url}/v1/completions",

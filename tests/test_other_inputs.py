@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_prompts import Body, Document, ask_all, counted, knowing_drafts, same, sequences
+from engine_prompts import THREADS, Body, Document, ask_all, counted, fixed, knowing_drafts, same, sequences
 from specdec.stack import Plain, Stack
 from test_engine import metric
 from tiny_vision import make_paddleocr_vl, picture
@@ -26,14 +26,14 @@ def servers(
 ) -> Iterator[tuple[Plain, Stack]]:
     """vLLM without plug-ins, and a stack whose drafts know the answers in `folder`; they load side by side."""
     with (
-        Plain(model, folder, args) as plain,
+        Plain(model, folder, args, THREADS) as plain,
         Stack(
             model,
             folder,
-            router_args=["--policy", "fixed", "--steps", "4", "--window", "4"],
+            router_args=fixed(4, 4),
             verifier_args=["--max-num-seqs", "16"],
             vllm_args=[*args, *stack_args],
-            env=knowing_drafts(folder / "oracle.json"),
+            env=THREADS | knowing_drafts(folder / "oracle.json"),
         ) as stack,
     ):
         plain.wait_ready(300)
