@@ -412,7 +412,7 @@ def test_a_draft_that_fails_or_slows_down_for_a_while_costs_speed_only(
     trouble.unlink(missing_ok=True)
     speculate_with(engine_stack, drafter, *fixed(2, 2))
     with Recorder(engine_stack) as recorder, ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(ask_all, engine_stack.url, [LONG] * 8, 4)
+        answers = pool.submit(ask_all, engine_stack.url, [LONG] * 4)
 
         def cycles(since: float) -> list[pb.Verdict]:
             return [v for at, v in recorder.cycles if at > since and v.steps]

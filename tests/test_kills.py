@@ -38,6 +38,7 @@ ENDS_S = 40  # until a service ends whose engine has died: vLLM's server takes i
 LOADS_S = 300  # until the real engine serves, on a machine with much to do
 WORKS_S = 60  # until all is as before, once everything has been started again; most of it is waiting for a processor
 SHARED_MEMORY = Path("/dev/shm")
+FIXED = ("--policy", "fixed")  # these drafts rarely pay where the machine is busy, and are to be made all the same
 # What a process may gain over its life: clients come and go, and vLLM's KV cache and scratch memory are first touched
 # when prompts fill them.
 MORE_FILES, MORE_MEMORY, MORE_MEMORY_OF_VLLM = 8, 24 * 2**20, 160 * 2**20
@@ -317,7 +318,7 @@ def kill_stand_in(count: int, seed: int | str, say: Callable[[str], None] = lamb
             stack_of.callback(path.unlink, missing_ok=True)
         path = os.pathsep.join([str(TESTS / "stand_in_engine"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         env = {"PYTHONPATH": path, "STAND_IN_MARK": mark, "STAND_IN_LOAD_S": "0.2"}
-        stack = Stack("stand-in", folder, env={**env, "TMPDIR": str(folder)})
+        stack = Stack("stand-in", folder, router_args=FIXED, env={**env, "TMPDIR": str(folder)})
         stack_of.callback(remove_marked, mark)
         stack_of.enter_context(stack)
         client = stack_of.enter_context(httpx.Client(timeout=15, trust_env=False, verify=False))
@@ -470,7 +471,7 @@ def kill_real(model: Path, plan: Sequence[str], seed: int | str, say: Callable[[
         stack = Stack(
             model,
             folder,
-            router_args=["--policy", "fixed"],  # these drafts rarely pay, and are to be made all the same
+            router_args=FIXED,
             verifier_args=["--max-num-seqs", "16"],
             vllm_args=VLLM_ARGS,
             env={"TMPDIR": str(folder)},
@@ -491,7 +492,7 @@ def test_the_real_engine_killed_while_it_serves_and_in_its_start_works_again(
     engine_stack: Stack, stack_folder: Path, oracle: Oracle
 ):
     engine_stack.start_draft("ngram")
-    engine_stack.start_router("--policy", "fixed")
+    engine_stack.start_router(*FIXED)
     expected = [oracle.answers[i] for i in REAL_CASES]
     campaign = RealKills(engine_stack, stack_folder.name, 1, expected=expected)
     campaign.works()
