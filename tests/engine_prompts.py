@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import httpx
 import pytest
 
 from specdec.demo import prompts
+from specdec.stack import Stack
 
 # Small chunks and a small KV cache, so that prompts are cut and sessions preempted while the drafts are at work.
 BLOCKS = 34
@@ -23,6 +26,9 @@ VLLM_ARGS = [
     "--enable-prefix-caching",
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),  # a named tool needs a parser, too
 ]
+
+# Two thirds of the time for a pass of many rows; threads that wait leave their processor to draft and router.
+THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 
 TESTS = Path(__file__).parent
 Body = dict[str, Any]
@@ -128,6 +134,29 @@ def knowing_drafts(oracle: Path) -> dict[str, str]:
     return {"PYTHONPATH": path, "SPECDEC_TEST_ORACLE": str(oracle)}
 
 
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose name leaves room for that of a socket."""
+    folder = Path(tempfile.mkdtemp(prefix="specdec-test-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fixed(steps: int, window: int) -> tuple[str, ...]:
+    """A router's arguments for one step count."""
+    return ("--policy", "fixed", "--steps", str(steps), "--window", str(window))
+
+
+def arrange(stack: Stack, drafter: str, *router: str, draft_model: Path | None = None) -> None:
+    """Gives the stack another draft and router, at the same time."""
+    with ThreadPoolExecutor(2) as pool:
+        for started in (pool.submit(stack.start_draft, drafter, draft_model), pool.submit(stack.start_router, *router)):
+            started.result()
+    stack.wait_ready()
+
+
 def ask(client: httpx.Client, url: str, body: Body) -> Document:
     """The whole answer to a text completion or, where there are messages, to a chat request; greedy unless it says
     otherwise."""
@@ -204,9 +233,11 @@ class Oracle:
     @classmethod
     def ask(cls, url: str, path: Path) -> "Oracle":
         """Asks a server without speculation."""
-        answers = complete_all(url)
-        short = [complete(url, case) for case in MIN_TOKENS_CASES]
-        min_tokens = [complete(url, case, min_tokens=MIN_TOKENS) for case in MIN_TOKENS_CASES]
+        with ThreadPoolExecutor(16) as pool:
+            whole = [pool.submit(complete, url, case) for case in CASES]
+            ended = [pool.submit(complete, url, case) for case in MIN_TOKENS_CASES]
+            forced = [pool.submit(complete, url, case, min_tokens=MIN_TOKENS) for case in MIN_TOKENS_CASES]
+            answers, short, min_tokens = ([one.result() for one in asked] for asked in (whole, ended, forced))
         path.write_text(json.dumps([[*a.prompt_ids, *a.ids] for a in answers + short + min_tokens]))
         return cls(path, answers, short, min_tokens)
 

@@ -5,6 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import cycle, product
 from typing import Any
 
@@ -15,8 +16,10 @@ from engine_prompts import (
     Body,
     Document,
     Oracle,
+    arrange,
     ask_all,
     counted,
+    fixed,
     same,
     sequences,
 )
@@ -108,9 +111,7 @@ def bodies_of(name: str) -> list[Body]:
 
 def speculate_with(stack: Stack, drafter: str, *router: str) -> None:
     """Gives the stack this draft and router."""
-    stack.start_draft(f"fake_drafters:{drafter}")
-    stack.start_router(*(router or ("--policy", "fixed", "--steps", str(MAX_STEPS), "--window", "4")))
-    stack.wait_ready()
+    arrange(stack, f"fake_drafters:{drafter}", *(router or fixed(MAX_STEPS, 4)))
 
 
 def compare_all(stack: Stack, bodies: list[Body], expected: list[Document], at_once: int = 16) -> list[int]:
@@ -119,6 +120,15 @@ def compare_all(stack: Stack, bodies: list[Body], expected: list[Document], at_o
     for body, left, right in zip(bodies, expected, got, strict=True):
         same(left, right, str({name: body[name] for name in body if name not in ("prompt", "messages")}))
     return [counted(body, document) for body, document in zip(bodies, got, strict=True)]
+
+
+def compare_at(
+    steps: Sequence[int], stack: Stack, bodies: list[Body], expected: list[Document], at_once: int = 16
+) -> dict[int, list[int]]:
+    """`compare_all` of all requests at each of these step counts, by step count; they share their batches."""
+    asked = [{**body, "speculative": {"steps": k}} for k in steps for body in bodies]
+    accepted = compare_all(stack, asked, expected * len(steps), at_once)
+    return {k: accepted[i * len(bodies) : (i + 1) * len(bodies)] for i, k in enumerate(steps)}
 
 
 # ---- everything a request can ask
@@ -239,43 +249,55 @@ def test_an_answer_stops_at_any_token_of_an_accepted_run(
     right = ask_all(plain.url, bodies)
     ends = {len(d["choices"][0]["token_ids"]) for d in right if d["choices"][0]["finish_reason"] == "stop"}
     assert ends >= set(range(1, 10))
-    for k in (3, 8):
-        accepted = compare_all(engine_stack, [{**body, "speculative": {"steps": k}} for body in bodies], right, 10)
+    for accepted in compare_at((3, 8), engine_stack, bodies, right, 10).values():
         assert sum(accepted) > len(bodies) * 2
 
 
-@pytest.mark.parametrize(("drafter", "steps"), [("Perfect", range(1, MAX_STEPS + 1)), ("PastEnd", (2, 5, 8))])
-def test_an_answer_ends_at_any_position_of_an_accepted_run(
-    plain: Plain, engine_stack: Stack, oracle: Oracle, drafter: str, steps: Sequence[int]
-):
-    """The drafts go on past the end: with what the target would say there, all of it accepted, or with anything."""
+@dataclass(frozen=True)
+class Ends:
+    """Requests whose answers end by themselves, soon, and what plain vLLM answers."""
+
+    bodies: list[Body]  # the answers' beginnings are in the prompts, of every length
+    right: list[Document]
+    tight: list[Body]  # of as many tokens as the answer has, one less, and one more
+    tight_right: list[Document]
+    past: list[Document]  # what would follow the ends
+
+
+@pytest.fixture(scope="module")
+def ends(plain: Plain, oracle: Oracle) -> Ends:
     begun = [(short, j) for short in oracle.short for j in range(min(MAX_STEPS + 1, len(short.ids) - 1))]
     bodies = [{"prompt": [*short.prompt_ids, *short.ids[:j]], "max_tokens": 48, "logprobs": 0} for short, j in begun]
     tight = [
         {"prompt": list(s.prompt_ids), "max_tokens": len(s.ids) + more} for s in oracle.short for more in (-1, 0, 1)
     ]
-    right, tight_right = ask_all(plain.url, bodies), ask_all(plain.url, tight)
-    past = ask_all(
-        plain.url, [{"prompt": list(s.prompt_ids), "max_tokens": 48, "ignore_eos": True} for s in oracle.short]
-    )
+    on = [{"prompt": list(s.prompt_ids), "max_tokens": 48, "ignore_eos": True} for s in oracle.short]
+    answers = iter(ask_all(plain.url, [*on, *bodies, *tight]))
+    past, right, tight_right = ([next(answers) for _ in asked] for asked in (on, bodies, tight))
     for short, document in zip(oracle.short, past, strict=True):
         assert short.ids[-1] == END
         assert document["choices"][0]["token_ids"][: len(short.ids)] == list(short.ids)
-    with oracle.knowing(sequences(past)):
+    reasons = [document["choices"][0]["finish_reason"] for document in tight_right]
+    assert reasons == ["length", "stop", "stop"] * len(oracle.short)
+    return Ends(bodies, right, tight, tight_right, past)
+
+
+@pytest.mark.parametrize(("drafter", "steps"), [("Perfect", range(1, MAX_STEPS + 1)), ("PastEnd", (2, 5, 8))])
+def test_an_answer_ends_at_any_position_of_an_accepted_run(
+    engine_stack: Stack, oracle: Oracle, ends: Ends, drafter: str, steps: Sequence[int]
+):
+    """The drafts go on past the end: with what the target would say there, all of it accepted, or with anything."""
+    with oracle.knowing(sequences(ends.past)):
         speculate_with(engine_stack, drafter)
-        for k in steps:
-            cap = {"speculative": {"steps": k}}
-            accepted = compare_all(engine_stack, [body | cap for body in bodies], right, 8)
+        compare_at(steps, engine_stack, ends.tight, ends.tight_right)
+        for k, accepted in compare_at(steps, engine_stack, ends.bodies, ends.right, 8).items():
             ended_at = set()
-            for document, count in zip(right, accepted, strict=True):
+            for document, count in zip(ends.right, accepted, strict=True):
                 runs, last = divmod(len(document["choices"][0]["token_ids"]) - 2, k + 1)
                 if count == runs * k + min(last + 1, k):  # every run was accepted whole, so the last ended there
                     ended_at.add(last + 1)
-            seen = [(len(d["choices"][0]["token_ids"]), n) for d, n in zip(right, accepted, strict=True)]
+            seen = [(len(d["choices"][0]["token_ids"]), n) for d, n in zip(ends.right, accepted, strict=True)]
             assert ended_at == set(range(1, k + 2)), f"k = {k}: {seen}"
-            compare_all(engine_stack, [body | cap for body in tight], tight_right)
-    reasons = [document["choices"][0]["finish_reason"] for document in tight_right]
-    assert reasons == ["length", "stop", "stop"] * len(oracle.short)
 
 
 def test_max_tokens_are_the_most_an_answer_has(plain: Plain, engine_stack: Stack, oracle: Oracle):
@@ -288,8 +310,7 @@ def test_max_tokens_are_the_most_an_answer_has(plain: Plain, engine_stack: Stack
     right = ask_all(plain.url, bodies)
     with oracle.knowing(sequences(right)):
         speculate_with(engine_stack, "Perfect")
-        for k in range(1, MAX_STEPS + 1):
-            accepted = compare_all(engine_stack, [{**body, "speculative": {"steps": k}} for body in bodies], right)
+        for accepted in compare_at(range(1, MAX_STEPS + 1), engine_stack, bodies, right).values():
             assert sum(accepted) > 20 * 5
 
 
@@ -389,9 +410,9 @@ def test_a_draft_that_fails_or_slows_down_for_a_while_costs_speed_only(
     right = expected["long"][0]["choices"][0]["token_ids"]
     trouble = trouble_file(oracle.path)
     trouble.unlink(missing_ok=True)
-    speculate_with(engine_stack, drafter, "--policy", "fixed", "--steps", "2", "--window", "2")
+    speculate_with(engine_stack, drafter, *fixed(2, 2))
     with Recorder(engine_stack) as recorder, ThreadPoolExecutor(1) as pool:
-        answers = pool.submit(ask_all, engine_stack.url, [LONG] * 8, 4)
+        answers = pool.submit(ask_all, engine_stack.url, [LONG] * 4)
 
         def cycles(since: float) -> list[pb.Verdict]:
             return [v for at, v in recorder.cycles if at > since and v.steps]

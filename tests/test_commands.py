@@ -4,74 +4,38 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from engine_prompts import THREADS
+
 pytestmark = pytest.mark.engine
+Done = subprocess.CompletedProcess[str]
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "specdec", *command], capture_output=True, text=True, timeout=500)
+def run(*command: str, **variables: str) -> Done:
+    command = (sys.executable, "-m", "specdec", *command)
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=500)
 
 
-def test_the_demo_marks_an_answer_compares_and_ends_with_its_result(model: Path):
-    done = run("demo", "--max-tokens", "16")
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
-    result = json.loads(lines[-1])
-    assert list(result) == [
-        *("ok", "model", "draft", "tok_s", "baseline_tok_s", "speedup", "accept_length", "identical"),
-    ]
-    assert (result["ok"], result["identical"], result["draft"]) == (True, True, "eagle3")
-    assert result["speedup"] == pytest.approx(result["tok_s"] / result["baseline_tok_s"], abs=0.01)
-    assert 1 < result["accept_length"] < 9
-    marked = re.findall(r"\[([^\[\]]+)\]", "\n".join(lines[:-1]).partition("marked [like this]")[2])
-    guessed = re.search(r"(\d+) tokens in .*, (\d+) of them from the draft", done.stdout)
-    assert guessed is not None
-    assert 5 < int(guessed[2]) < int(guessed[1])
-    assert len(marked) >= int(guessed[2]) * 0.7  # a marked token may itself hold a bracket
-    assert done.stderr.count("identical") == 12
-    folder = re.search(r"logs in (\S+) until", done.stderr)
-    assert folder is not None
-    assert not Path(folder[1]).exists()
+@pytest.fixture(scope="module")
+def demo(model: Path) -> Iterator[Future[Done]]:
+    """The demo, under way: it loads its servers while the first test waits for those of `specdec up`."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(run, "demo", "--max-tokens", "16")
 
 
-def test_the_benchmark_has_every_variant_side_by_side(model: Path, tmp_path: Path):
-    out = tmp_path / "bench.json"
-    done = run(
-        *("bench", "--max-tokens", "48", "--steps", "3", "--windows", "1", "--own", "3", "--concurrency", "4"),
-        *("--json", "--out", str(out)),
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
-    names = ["plain vLLM", "vLLM's own EAGLE-3", "off", "k = 3", "auto", "k = 4, window 1"]
-    assert [row["variant"] for row in result["rows"]] == names
-    assert result["identical"]
-    rows = {row["variant"]: row for row in result["rows"]}
-    assert rows["off"]["accept_length"] == 1
-    assert rows["off"]["proposed"] == 0
-    assert rows["k = 3"]["proposed"] > 0
-    assert all(
-        row["ratio"] == pytest.approx(row["tok_s"] / rows["plain vLLM"]["tok_s"], abs=0.01) for row in rows.values()
-    )
-    assert set(rows["auto"]["kinds"]) == {"chat", "code", "summarise"}
-    # one head in both engines: what it guesses is as often right
-    ours, own = rows["k = 3"], rows["vLLM's own EAGLE-3"]
-    assert ours["with_drafts"] == pytest.approx(own["with_drafts"], rel=0.03)
-    assert ours["stood"] == pytest.approx(own["stood"], abs=0.05)
-    assert ours["with_drafts"] > 2.2
-    samples = json.loads(out.read_text())["samples"]
-    assert {len(answers) for answers in samples.values()} == {12}
-
-
-def test_up_answers_restarts_a_dead_draft_and_stops_everything(model: Path, tmp_path: Path):
+def test_up_answers_restarts_a_dead_draft_and_stops_everything(demo: Future[Done], tmp_path: Path):
     log = tmp_path / "up.log"
     with log.open("wb") as stream:
         up = subprocess.Popen(
@@ -117,15 +81,65 @@ def drafts(up: "subprocess.Popen[bytes]") -> list[psutil.Process]:
     return found
 
 
+def test_the_demo_marks_an_answer_compares_and_ends_with_its_result(demo: Future[Done]):
+    done = demo.result()
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    result = json.loads(lines[-1])
+    assert list(result) == [
+        *("ok", "model", "draft", "tok_s", "baseline_tok_s", "speedup", "accept_length", "identical"),
+    ]
+    assert (result["ok"], result["identical"], result["draft"]) == (True, True, "eagle3")
+    assert result["speedup"] == pytest.approx(result["tok_s"] / result["baseline_tok_s"], abs=0.01)
+    assert 1 < result["accept_length"] < 9
+    marked = re.findall(r"\[([^\[\]]+)\]", "\n".join(lines[:-1]).partition("marked [like this]")[2])
+    guessed = re.search(r"(\d+) tokens in .*, (\d+) of them from the draft", done.stdout)
+    assert guessed is not None
+    assert 5 < int(guessed[2]) < int(guessed[1])
+    assert len(marked) >= int(guessed[2]) * 0.7  # a marked token may itself hold a bracket
+    assert done.stderr.count("identical") == 12
+    folder = re.search(r"logs in (\S+) until", done.stderr)
+    assert folder is not None
+    assert not Path(folder[1]).exists()
+
+
+def test_the_benchmark_has_every_variant_side_by_side(model: Path, tmp_path: Path):
+    out = tmp_path / "bench.json"
+    done = run(
+        *("bench", "--max-tokens", "32", "--steps", "3", "--windows", "1", "--own", "3", "--concurrency", "4"),
+        *("--json", "--out", str(out)),
+        **THREADS,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    names = ["plain vLLM", "vLLM's own EAGLE-3", "off", "k = 3", "auto", "k = 4, window 1"]
+    assert [row["variant"] for row in result["rows"]] == names
+    assert result["identical"]
+    rows = {row["variant"]: row for row in result["rows"]}
+    assert rows["off"]["accept_length"] == 1
+    assert rows["off"]["proposed"] == 0
+    assert rows["k = 3"]["proposed"] > 0
+    assert all(
+        row["ratio"] == pytest.approx(row["tok_s"] / rows["plain vLLM"]["tok_s"], abs=0.01) for row in rows.values()
+    )
+    assert set(rows["auto"]["kinds"]) == {"chat", "code", "summarise"}
+    # one head in both engines: what it guesses is as often right
+    ours, own = rows["k = 3"], rows["vLLM's own EAGLE-3"]
+    assert ours["with_drafts"] == pytest.approx(own["with_drafts"], rel=0.03)
+    assert ours["stood"] == pytest.approx(own["stood"], abs=0.05)
+    assert ours["with_drafts"] > 2.2
+    samples = json.loads(out.read_text())["samples"]
+    assert {len(answers) for answers in samples.values()} == {12}
+
+
 def test_up_that_cannot_start_says_so_and_keeps_the_logs(tmp_path: Path):
-    done = run("up", "--drafter", "causal")
-    assert (done.returncode, "needs --draft-model" in done.stderr) == (2, True)
-    done = run("up", "--model", str(tmp_path / "nowhere"))
-    assert done.returncode == 1
-    assert "the verifier ended with exit code" in done.stderr
-    folder = re.search(r"logs in (\S+)", done.stderr)
+    commands = [("--drafter", "causal"), ("--model", str(tmp_path / "nowhere"))]
+    with ThreadPoolExecutor(len(commands)) as pool:
+        bare, nowhere = pool.map(lambda args: run("up", *args), commands)
+    assert (bare.returncode, "needs --draft-model" in bare.stderr) == (2, True)
+    assert nowhere.returncode == 1
+    assert "the verifier ended with exit code" in nowhere.stderr
+    folder = re.search(r"logs in (\S+)", nowhere.stderr)
     assert folder is not None
     assert "nowhere" in (Path(folder[1]) / "verifier.log").read_text()
-    for file in Path(folder[1]).iterdir():
-        file.unlink()
-    os.rmdir(folder[1])
+    shutil.rmtree(folder[1])

@@ -9,14 +9,12 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +25,9 @@ import psutil
 import pytest
 
 from channel_kit import until
-from engine_prompts import CASES, VLLM_ARGS, Completion, Oracle, complete
+from engine_prompts import CASES, VLLM_ARGS, Completion, Oracle, complete, short_folder
 from specdec import guard
-from specdec.channel.segment import segment_path
+from specdec.channel.segment import segment_path, sweep
 from specdec.stack import Service, Stack
 from stand_in_engine.stand_in_script import script, text_of
 from test_guard import processes_with
@@ -40,6 +38,7 @@ ENDS_S = 40  # until a service ends whose engine has died: vLLM's server takes i
 LOADS_S = 300  # until the real engine serves, on a machine with much to do
 WORKS_S = 60  # until all is as before, once everything has been started again; most of it is waiting for a processor
 SHARED_MEMORY = Path("/dev/shm")
+FIXED = ("--policy", "fixed")  # these drafts rarely pay where the machine is busy, and are to be made all the same
 # What a process may gain over its life: clients come and go, and vLLM's KV cache and scratch memory are first touched
 # when prompts fill them.
 MORE_FILES, MORE_MEMORY, MORE_MEMORY_OF_VLLM = 8, 24 * 2**20, 160 * 2**20
@@ -287,16 +286,6 @@ def command_of(pid: int) -> str:
     return "gone"
 
 
-@contextlib.contextmanager
-def short_folder() -> Iterator[Path]:
-    """A folder whose name leaves room for that of a socket."""
-    folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 # ---- the stand-in
 
 
@@ -329,7 +318,7 @@ def kill_stand_in(count: int, seed: int | str, say: Callable[[str], None] = lamb
             stack_of.callback(path.unlink, missing_ok=True)
         path = os.pathsep.join([str(TESTS / "stand_in_engine"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         env = {"PYTHONPATH": path, "STAND_IN_MARK": mark, "STAND_IN_LOAD_S": "0.2"}
-        stack = Stack("stand-in", folder, env={**env, "TMPDIR": str(folder)})
+        stack = Stack("stand-in", folder, router_args=FIXED, env={**env, "TMPDIR": str(folder)})
         stack_of.callback(remove_marked, mark)
         stack_of.enter_context(stack)
         client = stack_of.enter_context(httpx.Client(timeout=15, trust_env=False, verify=False))
@@ -413,68 +402,127 @@ def test_shared_memory_of_a_core_that_was_killed_under_its_server_is_removed():
 
 # ---- the real engine
 
-REAL = ("verifier", "draft", "router", "draft", "engine core")  # the first while the model is loaded
 REAL_WEIGHTS = {"draft": 6, "router": 4, "verifier": 1, "engine's guard": 1, "engine's server": 1, "engine core": 1}
 REAL_CASES = (0, 2, 14, 15, 16, 17, 21, 29)  # of CASES
 
 
-def kill_real(
-    model: Path,
-    plan: Sequence[str],
-    seed: int | str,
-    say: Callable[[str], None] = lambda _: None,
-    expected: Sequence[Completion] | None = None,
-) -> Report:
-    """The stack around vLLM and the demo model, killed as planned, the first time while it loads the model. After each
-    kill the answers are `expected`, or those the stack gave first, without speculation."""
-    mark, rng = f"kills{uuid.uuid4().hex[:12]}", random.Random(seed)
-    cases = [CASES[i] for i in REAL_CASES]
+class RealKills:
+    """Kills of a stack around vLLM and the demo model. After each the answers are `expected`, or else those the stack
+    gave first, without speculation."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        mark: str,
+        seed: int | str,
+        say: Callable[[str], None] = lambda _: None,
+        expected: Sequence[Completion] | None = None,
+    ) -> None:
+        self._stack, self._expected = stack, expected
+        self._cases, self._rng = [CASES[i] for i in REAL_CASES], random.Random(seed)
+        self._pool = ThreadPoolExecutor(len(self._cases))
+        self._campaign = Campaign(stack, mark, self.works, self._rng, say, at_once=len(self._cases))
+        self.kills = self._campaign.kills
+
+    def works(self) -> None:
+        """Fails unless the stack answers as it should, with the draft's help."""
+        self._stack.wait_ready(LOADS_S)
+        self._expected = self._expected or self._answers(speculative="off")
+        now = self._answers()
+        assert [a.ids for a in now] == [e.ids for e in self._expected]
+        assert any(a.usage["completion_tokens_details"]["accepted_prediction_tokens"] for a in now)
+
+    def while_it_loads(self, victim: str) -> None:
+        """Kills one of the verifier's while it loads the model."""
+        assert until(lambda: "engine's server" in victims(self._stack), LOADS_S)
+        time.sleep(self._rng.uniform(1, 8))
+        self._campaign.kill(victim, wait=True, starting=True)
+
+    def while_it_serves(self, victim: str, *, wait: bool = True) -> None:
+        """Kills one amid answers, of which those that come to their end must be right."""
+        assert self._expected is not None
+        pending = [self._pool.submit(complete, self._stack.url, case) for case in self._cases]
+        time.sleep(self._rng.uniform(0.2, 1.5))
+        self._campaign.kill(victim, wait=False, starting=False)
+        for answer, right in zip(pending, self._expected, strict=True):
+            error = answer.exception(120)
+            assert error is None or victim not in DRAFT_ONLY, f"a stream failed with its {victim}: {error}"
+            assert error is not None or answer.result().ids == right.ids
+        if wait:
+            self.works()
+            self._campaign.measure()
+
+    def _answers(self, **fields: Any) -> list[Completion]:
+        return list(self._pool.map(lambda case: complete(self._stack.url, case, **fields), self._cases))
+
+
+def nothing_is_left(stack: Stack, mark: str, folder: Path) -> None:
+    """Fails unless the stopped stack has left nothing; `folder` was its TMPDIR."""
+    assert until(lambda: not processes_with(mark), GONE_S)
+    assert not segment_path(stack.pair).exists()
+    # of all the verifiers' folders at most the last one's, if it had to be killed: a next one would remove it
+    assert len(list(folder.glob("specdec-vllm-*"))) <= 1
+
+
+def kill_real(model: Path, plan: Sequence[str], seed: int | str, say: Callable[[str], None]) -> Report:
+    """A stack of its own, killed once while it loads the model and then as planned."""
     before = semaphores()
-    with short_folder() as folder, ThreadPoolExecutor(len(cases)) as pool:
-        arguments = {"vllm_args": VLLM_ARGS, "verifier_args": ["--max-num-seqs", "16"]}
-        arguments["router_args"] = ["--policy", "fixed"]  # these drafts rarely pay, and are to be made all the same
-        stack = Stack(model, folder, env={"STAND_IN_MARK": mark, "TMPDIR": str(folder)}, **arguments)
+    with short_folder() as folder:
+        stack = Stack(
+            model,
+            folder,
+            router_args=FIXED,
+            verifier_args=["--max-num-seqs", "16"],
+            vllm_args=VLLM_ARGS,
+            env={"TMPDIR": str(folder)},
+        )
         with stack:
-
-            def answers(**fields: Any) -> list[Completion]:
-                return list(pool.map(lambda case: complete(stack.url, case, **fields), cases))
-
-            def works() -> None:
-                stack.wait_ready(LOADS_S)
-                if expected is not None:
-                    now = answers()
-                    assert [a.ids for a in now] == [e.ids for e in expected]
-                    assert any(a.usage["completion_tokens_details"]["accepted_prediction_tokens"] for a in now)
-
-            campaign = Campaign(stack, mark, works, rng, say, at_once=len(cases))
-            if plan[0] in VERIFIER_SIDE:
-                assert until(lambda: "engine's server" in victims(stack), LOADS_S)
-                time.sleep(rng.uniform(1, 8))
-                campaign.kill(plan[0], wait=True, starting=True)
-                plan = plan[1:]
-            works()
-            if expected is None:
-                expected = answers(speculative="off")
-                works()
+            campaign = RealKills(stack, folder.name, seed, say)
+            campaign.while_it_loads("verifier")
             for victim in plan:
-                pending = [pool.submit(complete, stack.url, case) for case in cases]
-                time.sleep(rng.uniform(0.2, 1.5))
-                campaign.kill(victim, wait=False, starting=False)
-                for answer, right in zip(pending, expected, strict=True):
-                    error = answer.exception(120)
-                    assert error is None or victim not in DRAFT_ONLY, f"a stream failed with its {victim}: {error}"
-                    assert error is not None or answer.result().ids == right.ids
-                works()
-                campaign.measure()
-        assert until(lambda: not processes_with(mark), GONE_S)
-        assert not segment_path(stack.pair).exists()
-        # of all the verifiers' folders at most the last one's, if it had to be killed: a next one would remove it
-        assert len(list(folder.glob("specdec-vllm-*"))) <= 1
+                campaign.while_it_serves(victim)
+        nothing_is_left(stack, folder.name, folder)
         assert until(lambda: not semaphores() - before, GONE_S)
     return Report(campaign.kills, [])
 
 
 @pytest.mark.engine
-def test_the_real_engine_killed_in_its_start_and_while_it_serves_works_again(model: Path, oracle: Oracle):
-    report = kill_real(model, REAL, 1, expected=[oracle.answers[i] for i in REAL_CASES])
-    assert [kill.victim for kill in report.kills] == list(REAL)
+@pytest.mark.ends_the_stack
+def test_the_real_engine_killed_while_it_serves_and_in_its_start_works_again(
+    engine_stack: Stack, stack_folder: Path, oracle: Oracle
+):
+    engine_stack.start_draft("ngram")
+    engine_stack.start_router(*FIXED)
+    expected = [oracle.answers[i] for i in REAL_CASES]
+    campaign = RealKills(engine_stack, stack_folder.name, 1, expected=expected)
+    campaign.works()
+    for victim in ("draft", "router", "draft"):
+        campaign.while_it_serves(victim)
+    campaign.while_it_serves("engine core", wait=False)
+    campaign.while_it_loads("verifier")
+    assert [kill.victim for kill in campaign.kills] == ["draft", "router", "draft", "engine core", "verifier"]
+
+
+@pytest.mark.engine
+@pytest.mark.ends_the_stack
+def test_nothing_outlives_a_killed_verifier(engine_stack: Stack, stack_folder: Path):
+    """Last, since it ends the stack's verifier."""
+    first = psutil.Process(engine_stack.verifier.process.pid)
+    (verifier,) = first.children()
+    family = [first, verifier, *verifier.children(recursive=True)]
+    assert len(family) >= 4  # its guard, vLLM's server and engine among them
+    segment = segment_path(engine_stack.pair)
+    assert segment.exists()
+    shared = {m.path for p in family for m in p.memory_maps() if m.path.startswith("/dev/shm/psm_")}
+    assert shared, "vLLM's own shared memory"
+    verifier.kill()
+    assert until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), GONE_S)
+    assert engine_stack.draft is not None
+    assert engine_stack.draft.process.poll() is None, "the draft waits for the next verifier"
+    assert segment in sweep()
+    assert not any(Path(path).exists() for path in shared)
+    answer = httpx.post(engine_stack.url + "/v1/completions", json={"model": "demo", "prompt": "x"}, timeout=20)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] in ("no_pair", "engine_unavailable")
+    engine_stack.stop()
+    nothing_is_left(engine_stack, stack_folder.name, stack_folder)

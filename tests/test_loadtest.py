@@ -34,6 +34,7 @@ from loadtest._load import Load
 from loadtest._prompts import KINDS, Lengths, Prompts, read_trace
 from loadtest._report import cells, verdict
 
+from engine_prompts import arrange
 from fake_openai import CHARS_A_TOKEN, CONTEXT, FAULTS, SHAPES, FakeOpenAI, Sent
 from specdec.client import Decoded, decoded
 from specdec.stack import Stack, free_ports
@@ -869,9 +870,7 @@ def test_a_committed_report_is_what_its_samples_say(tmp_path: Path, folder: Path
 def test_thirty_seconds_on_the_stack_without_a_failure_and_a_comparison_that_adds_up(
     engine_stack: Stack, tmp_path: Path
 ):
-    engine_stack.start_draft("ngram")
-    engine_stack.start_router()
-    engine_stack.wait_ready()
+    arrange(engine_stack, "ngram")
     args = ["-u", "3", "-r", "3", "-t", "30s", "--input-tokens", "40-120", "--output-tokens", "8-24"]
     done = locust(engine_stack.url, tmp_path, *args)
     assert done.returncode == 0, done.stdout + done.stderr

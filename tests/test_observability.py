@@ -7,24 +7,21 @@ import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 import yaml
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from dashboard_kit import DASHBOARDS, RULES, filled, queries, rules, selectors
-from engine_prompts import PLAIN_ARGS
+from engine_prompts import arrange
+from fake_collector import FakeCollector, answering
 from specdec.client import stream_chat
 from specdec.stack import CPU_ENVIRONMENT, Service, Stack, free_ports
 from specdec.telemetry import METRICS
@@ -53,28 +50,6 @@ def until(met: Callable[[], T], timeout_s: float = 20, every_s: float = 0.1) -> 
         assert time.monotonic() < end, f"still not so after {timeout_s} s"
         time.sleep(every_s)
     return value
-
-
-@contextmanager
-def answering(post: Callable[[bytes], None]) -> Iterator[int]:
-    """The port of a server that hands every POST's body to `post`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            post(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @dataclass
@@ -275,48 +250,33 @@ def test_several_routers_add_up(engine_stack: Stack):
 # ---- traces
 
 
-def test_one_trace_from_the_client_to_the_draft(model: Path, tmp_path: Path):
-    """With a stack of its own, as only this one is told of a collector."""
-    requests: list[ExportTraceServiceRequest] = []
-    with answering(lambda body: requests.append(ExportTraceServiceRequest.FromString(body))) as port:
-        env = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
-            "OTEL_BSP_SCHEDULE_DELAY": "200",
-            "SPECDEC_LOG_FORMAT": "json",
-        }
-        with Stack(model, tmp_path, drafter="ngram", vllm_args=PLAIN_ARGS, env=env) as stack:
-            stack.wait_ready(300)
-            caller, secret = "0af7651916cd43dd8448eb211c80319c", "1, 2, 3, 1, 2, 3, 1, 2,"
-            response = httpx.post(
-                f"{stack.url}/v1/completions",
-                json={"model": MODEL, "prompt": secret, "max_tokens": 24, "temperature": 0},
-                headers={"traceparent": f"00-{caller}-b7ad6b7169203331-01"},
-                timeout=60,
-                trust_env=False,
-            )
-            assert response.status_code == 200
+def test_one_trace_from_the_client_to_the_draft(engine_stack: Stack, collector: FakeCollector):
+    arrange(engine_stack, "ngram")
+    caller, secret = "0af7651916cd43dd8448eb211c80319c", "7, 5, 3, 7, 5, 3, 7, 5,"
+    response = httpx.post(
+        f"{engine_stack.url}/v1/completions",
+        json={"model": MODEL, "prompt": secret, "max_tokens": 24, "temperature": 0},
+        headers={"traceparent": f"00-{caller}-b7ad6b7169203331-01"},
+        timeout=60,
+        trust_env=False,
+    )
+    assert response.status_code == 200
 
-            def spans() -> dict[str, list[Any]]:
-                """The trace's spans by service."""
-                found: dict[str, list[Any]] = {}
-                for resource in (one for request in requests for one in request.resource_spans):
-                    names = {a.key: a.value.string_value for a in resource.resource.attributes}
-                    for span in (span for scope in resource.scope_spans for span in scope.spans):
-                        if span.trace_id.hex() == caller:
-                            found.setdefault(names["service.name"], []).append(span)
-                return found
+    def spans(service: str) -> list[Any]:
+        return collector.spans(caller).get(service, [])
 
-            found = until(lambda: spans() if len(spans()) == 2 else None, 20)
-            until(lambda: any(span.name == "POST /v1/completions" for span in spans()["specdec-router"]))
-            router = {span.name: span for span in spans()["specdec-router"]}
-            root = router["POST /v1/completions"]
-            assert root.parent_span_id.hex() == "b7ad6b7169203331"
-            assert {"admission", "engine queue", "cycle", "draft", "verify"} <= set(router)
-            assert router["draft"].parent_span_id in {s.span_id for s in spans()["specdec-router"] if s.name == "cycle"}
-            assert root.span_id in {span.parent_span_id for span in found["specdec-verifier"]}
-        lines = (tmp_path / "router.log").read_text().splitlines()
-        (done,) = [json.loads(line) for line in lines if '"outcome"' in line]
-        assert (done["outcome"], done["trace_id"], done["service"]) == ("length", caller, "router")
-        assert done["request_id"].startswith("specdec-")
-        for log in tmp_path.glob("*.log"):
-            assert secret not in log.read_text()
+    until(lambda: spans("specdec-verifier"))
+    until(lambda: any(span.name == "POST /v1/completions" for span in spans("specdec-router")))
+    router = {span.name: span for span in spans("specdec-router")}
+    root = router["POST /v1/completions"]
+    assert root.parent_span_id.hex() == "b7ad6b7169203331"
+    assert {"admission", "engine queue", "cycle", "draft", "verify"} <= set(router)
+    assert router["draft"].parent_span_id in {s.span_id for s in spans("specdec-router") if s.name == "cycle"}
+    assert root.span_id in {span.parent_span_id for span in spans("specdec-verifier")}
+    assert engine_stack.router is not None
+    lines = [line for line in engine_stack.router.log.read_text().splitlines() if caller in line]
+    (done,) = [json.loads(line) for line in lines if '"outcome"' in line]
+    assert (done["outcome"], done["trace_id"], done["service"]) == ("length", caller, "router")
+    assert done["request_id"].startswith("specdec-")
+    for log in engine_stack.router.log.parent.glob("*.log"):
+        assert secret not in log.read_text()

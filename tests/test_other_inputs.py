@@ -1,12 +1,13 @@
 """Adapters and images: drafts change nothing about answers to requests that are more than text for one model."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from engine_prompts import Body, Document, ask_all, counted, knowing_drafts, same, sequences
+from engine_prompts import THREADS, Body, Document, ask_all, counted, fixed, knowing_drafts, same, sequences
 from specdec.stack import Plain, Stack
 from test_engine import metric
 from tiny_vision import make_paddleocr_vl, picture
@@ -19,44 +20,41 @@ ARGS = [
 PROMPTS = ("Once upon a time, in a small town", "1, 2, 3, 4, 5, 6, 7,", "The capital of France is", "def add(a, b):")
 
 
-def plain_answers(model: Path, folder: Path, args: Sequence[str], bodies: Sequence[Body]) -> list[Document]:
-    """What vLLM without plug-ins answers."""
-    plain = Plain(model, folder, args)
-    try:
+@contextmanager
+def servers(
+    model: Path, folder: Path, args: Sequence[str], stack_args: Sequence[str] = ()
+) -> Iterator[tuple[Plain, Stack]]:
+    """vLLM without plug-ins, and a stack whose drafts know the answers in `folder`; they load side by side."""
+    with (
+        Plain(model, folder, args, THREADS) as plain,
+        Stack(
+            model,
+            folder,
+            router_args=fixed(4, 4),
+            verifier_args=["--max-num-seqs", "16"],
+            vllm_args=[*args, *stack_args],
+            env=THREADS | knowing_drafts(folder / "oracle.json"),
+        ) as stack,
+    ):
         plain.wait_ready(300)
-        return ask_all(plain.url, bodies)
-    finally:
-        plain.process.stop()
+        yield plain, stack
 
 
-def compare_with_drafts(
-    model: Path, folder: Path, args: Sequence[str], bodies: Sequence[Body], expected: list[Document]
-) -> float:
+def compare_with_drafts(stack: Stack, folder: Path, bodies: Sequence[Body], expected: list[Document]) -> float:
     """Asks the stack, with drafts that are right and drafts that are often not. Returns how often it preempted a
     session meanwhile."""
-    oracle = folder / "oracle.json"
-    oracle.write_text(json.dumps(sequences(expected)))
-    with Stack(
-        model,
-        folder,
-        drafter="fake_drafters:Perfect",
-        router_args=["--policy", "fixed", "--steps", "4", "--window", "4"],
-        verifier_args=["--max-num-seqs", "16"],
-        vllm_args=args,
-        env=knowing_drafts(oracle),
-    ) as stack:
-        for drafter in ("Perfect", "Noisy"):
-            if stack.drafter != f"fake_drafters:{drafter}":
-                stack.start_draft(f"fake_drafters:{drafter}")
-            stack.wait_ready(300)
-            accepted = []
-            for body, right, got in zip(bodies, expected, ask_all(stack.url, bodies), strict=True):
-                same(right, got, str(body)[:300])
-                accepted.append(counted(body, got))
-            if drafter == "Perfect":
-                assert sum(accepted) > sum(right["usage"]["completion_tokens"] for right in expected) / 3
-            assert sum(count > 0 for count in accepted) > len(bodies) * 0.8
-        return metric(stack.vllm_url, "vllm:num_preemptions_total")
+    (folder / "oracle.json").write_text(json.dumps(sequences(expected)))
+    for drafter in ("Perfect", "Noisy"):
+        stack.start_draft(f"fake_drafters:{drafter}")
+        stack.wait_ready(300)
+        accepted = []
+        for body, right, got in zip(bodies, expected, ask_all(stack.url, bodies), strict=True):
+            same(right, got, str(body)[:300])
+            accepted.append(counted(body, got))
+        if drafter == "Perfect":
+            assert sum(accepted) > sum(right["usage"]["completion_tokens"] for right in expected) / 3
+        assert sum(count > 0 for count in accepted) > len(bodies) * 0.8
+    return metric(stack.vllm_url, "vllm:num_preemptions_total")
 
 
 def make_adapter(model: Path, folder: Path, seed: int) -> Path:
@@ -101,12 +99,13 @@ def test_requests_of_several_adapters_and_of_none_share_cycles(model: Path, tmp_
         for i, prompt in enumerate(PROMPTS)
         for name in names
     ]
-    expected = plain_answers(model, tmp_path, args, bodies)
-    assert [document["model"] for document in expected] == [body["model"] for body in bodies]
-    answers = [document["choices"][0]["token_ids"] for document in expected]
-    by_name = [answers[i :: len(names)] for i in range(len(names))]
-    assert all(left != right for i, left in enumerate(by_name) for right in by_name[:i])
-    compare_with_drafts(model, tmp_path, args, bodies, expected)
+    with servers(model, tmp_path, args) as (plain, stack):
+        expected = ask_all(plain.url, bodies)
+        assert [document["model"] for document in expected] == [body["model"] for body in bodies]
+        answers = [document["choices"][0]["token_ids"] for document in expected]
+        by_name = [answers[i :: len(names)] for i in range(len(names))]
+        assert all(left != right for i, left in enumerate(by_name) for right in by_name[:i])
+        compare_with_drafts(stack, tmp_path, bodies, expected)
 
 
 def question(*parts: str, max_tokens: int) -> Body:
@@ -136,9 +135,9 @@ def test_requests_with_images_and_without_share_cycles(tmp_path: Path):
         question(wide, long, apple, max_tokens=64),
     ]
     args = [*ARGS, "--max-num-batched-tokens", "96"]
-    expected = plain_answers(vision, tmp_path, args, bodies)
-    answers = [document["choices"][0]["token_ids"] for document in expected]
-    assert all(left != right for i, left in enumerate(answers) for right in answers[:i])
-    assert max(document["usage"]["prompt_tokens"] for document in expected) > 2 * 96
-    small = [*args, "--num-gpu-blocks-override", "40"]
-    assert compare_with_drafts(vision, tmp_path, small, bodies * 4, expected * 4) > 10
+    with servers(vision, tmp_path, args, ["--num-gpu-blocks-override", "40"]) as (plain, stack):
+        expected = ask_all(plain.url, bodies)
+        answers = [document["choices"][0]["token_ids"] for document in expected]
+        assert all(left != right for i, left in enumerate(answers) for right in answers[:i])
+        assert max(document["usage"]["prompt_tokens"] for document in expected) > 2 * 96
+        assert compare_with_drafts(stack, tmp_path, bodies * 4, expected * 4) > 10

@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
+
+import pytest
 
 PROBE = """
 import os
@@ -34,18 +37,26 @@ def probe(**variables: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line]
 
 
+@pytest.fixture(scope="module")
+def said() -> dict[str, list[str]]:
+    """What the probe says without a segment and with one; at once, since importing vLLM takes seconds."""
+    with ThreadPoolExecutor(2) as pool:
+        without, with_one = pool.submit(probe), pool.submit(probe, SPECDEC_SEGMENT="/dev/shm/none")
+        return {"without": without.result(), "with": with_one.result()}
+
+
 def test_it_is_installed_where_vllm_looks_for_it():
     assert [entry.value for entry in entry_points(group="vllm.general_plugins", name="specdec")] == [
         "specdec.verifier.vllm_plugin:register"
     ]
 
 
-def test_a_vllm_without_the_verifier_is_left_as_it_is():
-    assert probe()[-1] == "vllm.sampling_params"
+def test_a_vllm_without_the_verifier_is_left_as_it_is(said: dict[str, list[str]]):
+    assert said["without"][-1] == "vllm.sampling_params"
 
 
-def test_what_is_refused_is_named_with_the_reason_and_what_takes_it():
-    module, *messages = probe(SPECDEC_SEGMENT="/dev/shm/none")[-5:]
+def test_what_is_refused_is_named_with_the_reason_and_what_takes_it(said: dict[str, list[str]]):
+    module, *messages = said["with"][-5:]
     assert module == "specdec.verifier.vllm_plugin"
     names = ("min_p cannot", "logit_bias cannot", "min_p and logit_bias cannot", "logprob_token_ids cannot")
     for message, name in zip(messages, names, strict=True):

@@ -46,20 +46,18 @@ def demo(argv: list[str]) -> int:
     with log_folder() as logs:
         say(f"logs in {logs.folder} until all is well")
         drafter, head = demo_draft(settings.drafter, None)
-        with Stack(
-            model, logs.folder, drafter=drafter, draft_model=head, vllm_args=DEMO_VLLM_ARGS, progress=say
-        ) as stack:
-            say("starting plain vLLM, without any plug-in")
-            plain = Plain(model, logs.folder, DEMO_VLLM_ARGS)
-            try:
-                stack.wait_ready()
-                say("waiting for plain vLLM")
-                plain.wait_ready(600)
-                _show_answer(stack.url, str(model))
-                result = _compare(plain.url, stack, settings)
-            finally:
-                say("stopping everything")
-                plain.process.stop()
+        with (
+            Stack(
+                model, logs.folder, drafter=drafter, draft_model=head, vllm_args=DEMO_VLLM_ARGS, progress=say
+            ) as stack,
+            Plain(model, logs.folder, DEMO_VLLM_ARGS) as plain,
+        ):
+            stack.wait_ready()
+            say("waiting for plain vLLM, which has no plug-in")
+            plain.wait_ready(600)
+            _show_answer(stack.url, str(model))
+            result = _compare(plain.url, stack, settings)
+            say("stopping everything")
         logs.keep = not result["identical"]
     print(json.dumps(result), flush=True)
     return 0 if result["identical"] else 1

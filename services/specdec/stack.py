@@ -134,6 +134,9 @@ class Plain(Service):
         log = logs / f"{name.replace(' ', '-')}.log"
         super().__init__(name, command, self.url + "/health", log, environment)
 
+    def __exit__(self, *_: object) -> None:
+        self.process.stop(0)  # an orderly end takes vLLM seconds, and nobody waits for an answer any more
+
 
 class Stack:
     """A verifier, its draft and a router. `url` is the router's, `vllm_url` the verifier's own vLLM.
