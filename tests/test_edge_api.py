@@ -317,7 +317,7 @@ def test_the_openai_package_as_its_users_use_it(engine_stack):
         )
         text = "".join(choice.delta.content or "" for part in stream for choice in part.choices)
         assert text == answer.choices[0].message.content
-        asked: Any = {"messages": messages, "max_tokens": 80, "response_format": Town}
+        asked: Any = {"messages": messages, "max_tokens": 80, "temperature": 0, "response_format": Town}
         with client.chat.completions.stream(model="demo", **asked) as helper:
             assert isinstance(helper.get_final_completion().choices[0].message.parsed, Town)
         town = client.chat.completions.parse(model="demo", **asked)
