@@ -128,14 +128,15 @@ WORKDIR /opt/specdec
 
 ARG TORCH_INDEX=""
 
-# The set-up's steps without the checks before them, which are about the machine that runs a demo.
+# The set-up's steps without the checks before them, which are about the machine that runs a demo. Compiled afterwards,
+# on all cores; some packages carry files for newer Pythons only.
 COPY pyproject.toml ./
 COPY requirements/runtime.txt requirements/
 COPY tools/setup.py tools/
 RUN --mount=type=cache,target=/root/.cache/pip \
     mkdir services && touch README.md \
     && PIP_NO_COMPILE=1 python3 -c 'import sys; sys.path.append("tools"); import os, setup; setup.build(setup.ROOT / ".venv", os.environ.get("TORCH_INDEX"), setup.RUNTIME)' \
-    && .venv/bin/python -m compileall -q -j 0 .venv
+    && { .venv/bin/python -m compileall -q -j 0 .venv >/dev/null || true; }
 
 # vLLM only warns where its library cannot be loaded, and fails when it serves.
 RUN .venv/bin/python -c 'import torch, vllm._custom_ops; torch.ops._C.init_cpu_memory_env' \

@@ -7,6 +7,7 @@ layers. Needs root, as the containers' file systems do.
 import ast
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def _make_base() -> None:
     if has_image(BASE):
         return
     options = ["--dpkgopt=force-unsafe-io", '--aptopt=Acquire::Languages "none"']
+    options += [f'--aptopt=Dir::Cache::{cache} ""' for cache in ("pkgcache", "srcpkgcache")]  # as the official image
     options += [f"--dpkgopt=path-exclude=/usr/share/{waste}/*" for waste in ("doc", "info", "locale", "man")]
     packages = "ca-certificates,libnuma1,python3-minimal,python3-venv,tini"
     with tempfile.TemporaryDirectory(dir=CACHE) as folder:
@@ -156,7 +158,9 @@ class Container:
     def __init__(self, image: str, *arguments: str, options: Sequence[str] = (*ANY_UID, *RESTRICTED, *TMP)) -> None:
         self.name = f"specdec-{uuid.uuid4().hex[:8]}"
         network = () if "--pod" in options or "--network" in options else ("--network", "none")
-        run("podman", "run", "--detach", "--name", self.name, *network, *options, image, *arguments)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # podman's own limits may be more than this root may set
+        limits = ("--ulimit", f"nofile={files}:{files}", "--ulimit", "nproc=8192:8192")
+        run("podman", "run", "--detach", "--name", self.name, *limits, *network, *options, image, *arguments)
 
     def __enter__(self) -> Self:
         return self
