@@ -20,14 +20,17 @@ ARG BASE=python:3.12-slim-bookworm
 ARG ENGINE_BASE=vllm/vllm-openai:v0.32.0
 
 
-FROM ${BASE} AS router
+FROM ${BASE} AS python
 
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends tini \
+    && apt-get install -y --no-install-recommends libnuma1 tini \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/specdec
+
+
+FROM python AS router
 
 # In each image specdec is installed as a link to services/, empty yet, so that a change of its code leaves the layer
 # with all else alone.
@@ -117,14 +120,7 @@ ENTRYPOINT ["tini", "-s", "--", "specdec"]
 CMD ["--help"]
 
 
-FROM ${BASE} AS engine-cpu
-
-# hadolint ignore=DL3008
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends libnuma1 tini \
-    && rm -rf /var/lib/apt/lists/*
-
-WORKDIR /opt/specdec
+FROM python AS engine-cpu
 
 ARG TORCH_INDEX=""
 

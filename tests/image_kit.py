@@ -50,7 +50,10 @@ def _environment() -> dict[str, str]:
     temporary = CACHE / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     storage, containers = CACHE / "storage.conf", CACHE / "containers.conf"
-    storage.write_text(f'[storage]\ndriver = "overlay"\ngraphroot = "{CACHE}/store"\nrunroot = "{CACHE}/run"\n')
+    storage.write_text(
+        f'[storage]\ndriver = "overlay"\ngraphroot = "{CACHE}/store"\nrunroot = "{CACHE}/run"\n'
+        '[storage.options.overlay]\nskip_mount_home = "true"\n'  # else `make clean` could not remove it
+    )
     containers.write_text(
         f'[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\ntmp_dir = "{CACHE}/libpod"\n'
     )
@@ -190,7 +193,7 @@ class Container:
         return (int(status), answer.strip()) if done.returncode == 0 else (0, done.stderr)
 
     def wait_for(self, url: str, timeout_s: float) -> None:
-        """Returns once `url` answers 200. Raises AssertionError with the container's output if it ends or takes longer."""
+        """Returns once `url` answers 200. Raises AssertionError with what it wrote if it ends or takes longer."""
         until = time.monotonic() + timeout_s
         while self.request(url)[0] != 200:
             assert self.running(), f"it ended:\n{self.output()}"
@@ -213,6 +216,10 @@ class Container:
         """What it wrote on stdout and stderr."""
         done = run("podman", "logs", self.name, check=False)
         return done.stdout + done.stderr
+
+    def wait(self) -> int:
+        """The exit code, once it has ended by itself."""
+        return int(run("podman", "wait", self.name).stdout)
 
     def terminate(self, grace_s: int = 60) -> int:
         """SIGTERM, and after `grace_s` SIGKILL; the exit code."""

@@ -74,7 +74,10 @@ def test_the_engines_image_refuses_packages_that_no_longer_fit(monkeypatch):
 
 @pytest.mark.parametrize(
     ("found", "plugin", "words"),
-    [("0.31.2", "json", r"has vLLM 0\.31\.2, .* 0\.32\..*BASE"), ("0.32.1", "no_such_module", r"cannot be imported.*BASE")],
+    [
+        ("0.31.2", "json", r"has vLLM 0\.31\.2, .* 0\.32\..*BASE"),
+        ("0.32.1", "no_such_module", r"cannot be imported.*BASE"),
+    ],
 )
 def test_a_vllm_that_does_not_fit_is_named(monkeypatch, found, plugin, words):
     monkeypatch.setattr(engine_image, "vllm_version", lambda: found)
