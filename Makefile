@@ -3,12 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 PYTEST ?=
+IMAGES ?= router engine engine-cpu
+PREFIX ?=
+TAG ?= $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+BUILDER ?= docker
+ENGINE_BASE ?=
 export TORCH_INDEX
 
 # Nor should make say on stdout which directory it leaves (`make -C`; heeded from make 4.4 on).
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test soak lint chart chart-golden proto proto-check docs lock clean
+.PHONY: help setup demo up test soak lint chart chart-golden proto proto-check docs lock images clean
 
 # Made where it is missing; `make setup` also renews it.
 STAMP := $(VENV)/.specdec-setup
@@ -23,6 +28,7 @@ help:  ## list these targets
 	@echo 'PYTHON=python3.12   the Python (3.11 to 3.14) that makes the environment'
 	@echo 'TORCH_INDEX=URL     another package index for torch, for example one with its CPU build'
 	@echo 'VENV=/path          the environment, in another place than .venv'
+	@echo 'PREFIX=HOST/NAME/    for images: what stands before specdec-router and so on; TAG=, BUILDER=podman, ENGINE_BASE='
 	@echo "ARGS='...'          for demo, up and soak: their options; PYTEST='...' for test: options of pytest"
 
 # Everything on stderr: the demo's last line on stdout is its result.
@@ -75,8 +81,15 @@ proto-check: | $(STAMP)  ## fail where the committed stubs are not what `make pr
 	    diff -q $(PROTO)/$$(basename $$file) $$file || { echo 'stale stubs: run make proto' >&2; exit 1; }; \
 	done
 
-lock: | $(STAMP)  ## renew requirements/lock.txt
+lock: | $(STAMP)  ## renew the lock files in requirements/
 	PYTHON=$(BIN)/python requirements/compile.sh
+
+images:  ## build the container images; IMAGES='router' for some
+	@for image in $(IMAGES); do \
+	    $(BUILDER) build --target $$image --tag $(PREFIX)specdec-$$image:$(TAG) --build-arg VERSION=$(TAG) \
+	        $(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
+	        $(if $(ENGINE_BASE),--build-arg ENGINE_BASE=$(ENGINE_BASE)) . || exit 1; \
+	done
 
 clean:  ## remove the environment and all caches here
 	rm -rf $(VENV) .cache .tools .pytest_cache .ruff_cache .mypy_cache .import_linter_cache build dist services/*.egg-info

