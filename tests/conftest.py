@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def converting(request: pytest.FixtureRequest) -> Iterator[None]:
+def making_the_model(request: pytest.FixtureRequest) -> Iterator[None]:
     """The demo model is made while the quick tests run, where it is not there yet."""
     if not any(item.get_closest_marker("engine") for item in request.session.items):
         yield
