@@ -456,9 +456,9 @@ class RealKills:
         return list(self._pool.map(lambda case: complete(self._stack.url, case, **fields), self._cases))
 
 
-def nothing_is_left(stack: Stack, mark: str, folder: Path) -> None:
-    """Fails unless the stopped stack has left nothing; `folder` was its TMPDIR."""
-    assert until(lambda: not processes_with(mark), GONE_S)
+def nothing_is_left(stack: Stack, folder: Path) -> None:
+    """Fails unless the stopped stack, whose TMPDIR was `folder`, has left nothing."""
+    assert until(lambda: not processes_with(folder.name), GONE_S)
     assert not segment_path(stack.pair).exists()
     # of all the verifiers' folders at most the last one's, if it had to be killed: a next one would remove it
     assert len(list(folder.glob("specdec-vllm-*"))) <= 1
@@ -481,7 +481,7 @@ def kill_real(model: Path, plan: Sequence[str], seed: int | str, say: Callable[[
             campaign.while_it_loads("verifier")
             for victim in plan:
                 campaign.while_it_serves(victim)
-        nothing_is_left(stack, folder.name, folder)
+        nothing_is_left(stack, folder)
         assert until(lambda: not semaphores() - before, GONE_S)
     return Report(campaign.kills, [])
 
@@ -525,4 +525,4 @@ def test_nothing_outlives_a_killed_verifier(engine_stack: Stack, stack_folder: P
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] in ("no_pair", "engine_unavailable")
     engine_stack.stop()
-    nothing_is_left(engine_stack, stack_folder.name, stack_folder)
+    nothing_is_left(engine_stack, stack_folder)
