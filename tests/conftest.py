@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import image_kit
 from engine_prompts import PLAIN_ARGS, THREADS, VLLM_ARGS, Oracle, knowing_drafts, short_folder
 from fake_collector import FakeCollector
 from fake_drafters import AUX_LAYERS
@@ -18,10 +19,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Quick tests first: they fail in seconds. Last those that share the session's servers, so that tests with servers
     of their own have the memory for them; and after all others what ends those servers."""
 
-    def rank(item: pytest.Item) -> tuple[bool, bool, bool]:
+    def rank(item: pytest.Item) -> tuple[bool, bool, bool, bool]:
         shares = "servers" in getattr(item, "fixturenames", ())
         ends = item.get_closest_marker("ends_the_stack") is not None
-        return item.get_closest_marker("engine") is not None, shares, ends
+        return item.get_closest_marker("engine") is not None, item.get_closest_marker("image") is not None, shares, ends
 
     items.sort(key=rank)
 
@@ -35,6 +36,25 @@ def making_the_model(request: pytest.FixtureRequest) -> Iterator[None]:
     command = ["nice", "-n", "19", sys.executable, "-m", "specdec.model"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def building_images(request: pytest.FixtureRequest) -> "Iterator[subprocess.Popen[str] | None]":
+    """The container images are built while the quick tests run."""
+    if image_kit.missing() or not any(item.get_closest_marker("image") for item in request.session.items):
+        yield None
+        return
+    command = ["nice", "-n", "19", sys.executable, str(Path(image_kit.__file__))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as building:
+        yield building
+
+
+@pytest.fixture(scope="session")
+def images(building_images: "subprocess.Popen[str]") -> tuple[str, str]:
+    """The router's and the CPU engine's image."""
+    said, _ = building_images.communicate()
+    assert building_images.returncode == 0, said[-6000:]
+    return image_kit.ROUTER, image_kit.ENGINE_CPU
 
 
 @pytest.fixture(scope="session")

@@ -129,12 +129,11 @@ def _pip_volumes() -> list[str]:
     return sorted(volumes)
 
 
-def build_images() -> tuple[str, str]:
-    """Builds the router's and the CPU engine's image; what has not changed comes from the store. Returns their tags."""
+def build_images() -> None:
+    """Builds the router's and the CPU engine's image; what has not changed comes from the store."""
     build("router", ROUTER)
     build("engine-cpu", ENGINE_CPU)
     run("buildah", "rmi", "--prune", check=False)  # what they were before
-    return ROUTER, ENGINE_CPU
 
 
 def image_config(tag: str) -> dict[str, Any]:
@@ -225,3 +224,7 @@ class Container:
         """SIGTERM, and after `grace_s` SIGKILL; the exit code."""
         run("podman", "stop", "--time", str(grace_s), self.name)
         return int(run("podman", "inspect", "--format", "{{.State.ExitCode}}", self.name).stdout)
+
+
+if __name__ == "__main__":
+    build_images()
