@@ -196,7 +196,11 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Fast
             return await router.answer(http)
         except ApiError as error:
             router.metrics.rejected.labels(error.code).inc()
-            return _with_id(error, http)
+            answer = _with_id(error, http)
+            # the frames it came through hold the request's body, and some hold it: both would stay until Python looks
+            # for cycles
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+            return answer
         except ClientGone:
             return Response(status_code=499)
 
