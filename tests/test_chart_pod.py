@@ -1,7 +1,6 @@
 """The cpu-demo's pods, as the chart renders them, run by podman: images, arguments, variables, mounts and security
 context are the chart's own; a node's network, and what a cluster fills in, are made up."""
 
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 import image_kit
-from chart_kit import Pod, render
+from chart_kit import NAMESPACE, Pod, render
 from chart_services import arguments, environment
 from image_kit import Container
 
@@ -26,9 +25,11 @@ class FakeNode:
     """Runs the containers of pods with podman, all in one network namespace."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._hosts = folder, folder / "hosts"
+        self._hosts.write_text(f"127.0.0.1 localhost specdec-engine.{NAMESPACE}.svc specdec-router\n")
+        self._hosts.chmod(0o644)
         self._volumes: dict[tuple[str, str], str] = {}
-        self._mounted: list[Path] = []
+        self.memory: list[Path] = []
         self.containers: list[Container] = []
 
     def start(self, pod: Pod, name: str, image: str, **changed: str) -> Container:
@@ -44,6 +45,7 @@ class FakeNode:
         user = f"{security.pop('runAsUser')}:{security.pop('runAsGroup')}"
         assert security.keys() == {"fsGroupChangePolicy"}
         options = [*image_kit.RESTRICTED, "--user", user, "--group-add", str(group)]
+        options += ["--volume", f"{self._hosts}:/etc/hosts:ro"]
         for mount in container.get("volumeMounts", ()):
             options += ["--volume", f"{self._volume(pod, mount['name'])}:{mount['mountPath']}{self._mode(mount)}"]
         for key, value in environment(pod, container).items():
@@ -53,9 +55,6 @@ class FakeNode:
             options += ["--network", f"container:{shared}"]
         if shared and spec.get("shareProcessNamespace"):
             options += ["--pid", f"container:{shared}"]
-        if not shared:
-            names = ("specdec-engine.default.svc", "specdec-router")
-            options += [word for host in names for word in ("--add-host", f"{host}:127.0.0.1")]
         words = arguments(pod, container)
         for old, new in changed.items():
             words = [word.replace(old, new) for word in words]
@@ -65,7 +64,7 @@ class FakeNode:
     def stop(self) -> None:
         for container in reversed(self.containers):
             container.__exit__(None, None, None)
-        for folder in self._mounted:
+        for folder in self.memory:
             subprocess.run(["umount", folder], check=True)
 
     @staticmethod
@@ -83,7 +82,7 @@ class FakeNode:
         if volume.get("emptyDir", {}).get("medium") == "Memory":
             size = volume["emptyDir"]["sizeLimit"].removesuffix("i").lower()
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
-            self._mounted.append(folder)
+            self.memory.append(folder)
         folder.chmod(0o777)  # as an emptyDir; of a Secret, the group's with fsGroup
         if "secret" in volume:
             for file, text in SECRETS[volume["secret"]["secretName"]].items():
@@ -115,11 +114,11 @@ def test_the_demos_pods_answer_a_chat_request_with_drafts_under_the_charts_secur
     assert "vllm:" in verifier.request(f"{health['health']}/vllm/metrics")[1]
     assert '"up":true' in verifier.request(f"{health['health']}/readyz")[1]
     # the chart's own `helm test`, against the router's port in place of its Service's
-    asking = fake_node.start(test, "check", router_image, **{"specdec-router:80": "specdec-router:8000"})
-    assert asking.wait() == 0, asking.output() + verifier.output() + draft.output()
+    asking = fake_node.start(test, "check", router_image, **{"specdec-router:80": "specdec-router:8000", "240": "60"})
+    assert asking.wait() == 0, f"{asking.output()}\n{fake_node.containers[2].output()}"
     assert "drafts accepted: accept length" in asking.output()
     status, _ = verifier.request(f"{health['http']}/v1/models")
     assert status == 401  # without the key
     assert verifier.terminate(grace_s=60) == 0, verifier.output()
-    assert "specdec-specdec-engine-0" not in draft.execute("ls", "/dev/shm").stdout
-    shutil.rmtree(fake_node._folder, ignore_errors=True)
+    (shm,) = fake_node.memory
+    assert not [path.name for path in shm.iterdir() if path.name.startswith("specdec-")]
