@@ -149,6 +149,14 @@ REFUSED: dict[str, tuple[Json, list[str]]] = {
     ),
     "a target over several CPUs": ({"gpu": {"mode": "cpu"}}, ["model.tensorParallel is 8", "set it to 1"]),
     "the CPU image's model on GPUs": ({"model": {"name": "specdec:demo"}}, ["specdec:demo", "set gpu.mode to cpu"]),
+    "the CPU image's head on GPUs": (
+        {"draft": {"drafter": "eagle3", "model": "specdec:demo-head"}},
+        ["draft.model specdec:demo-head", "set gpu.mode to cpu"],
+    ),
+    "a path that the routers have not": (
+        {"ingress": {"enabled": True, "path": "/llm"}},
+        ["ingress.path is /llm", "/v1", "rewrites paths"],
+    ),
     "a draft without weights": ({"draft": {"model": ""}}, ["causal needs draft.model"]),
     "a head without weights": ({"draft": {"drafter": "eagle3", "model": ""}}, ["eagle3 needs draft.model"]),
     "weights that are not used": (
@@ -212,6 +220,36 @@ def test_what_the_verifier_would_refuse_is_refused_before_a_pod_is_made() -> Non
 def test_a_flag_that_has_a_value_of_its_own_is_led_there() -> None:
     for flag, value in (("--max-model-len", "model.maxLength"), ("--gpu_memory_utilization=0.5", "shared.gpuMemory")):
         assert f"set {value}" in refusal(values={"verifier": {"extraArgs": [flag]}})
+    alone = {"draft": {"drafter": "ngram", "model": ""}, "verifier": {"extraArgs": ["--gpu-memory-utilization=0.5"]}}
+    engine = render(values=alone).pod_with("verifier")
+    assert arguments(engine, engine.container("verifier"))[-1] == "--gpu-memory-utilization=0.5"
+
+
+def test_a_path_is_taken_where_it_is_served_or_rewritten() -> None:
+    rewrite = {"nginx.ingress.kubernetes.io/rewrite-target": "/$2"}
+    for path, annotations in (("/v1", {}), ("/llm(/|$)(.*)", rewrite)):
+        values = {"ingress": {"enabled": True, "path": path, "annotations": annotations}}
+        (rule,) = render(values=values).one("Ingress")["spec"]["rules"]
+        assert rule["http"]["paths"][0]["path"] == path
+
+
+def test_resources_may_be_taken_away() -> None:
+    for part in ("verifier", "draft"):
+        for kind in ("requests", "limits"):
+            render(values={part: {"resources": {kind: None}}})
+
+
+def test_a_variable_of_the_chart_s_gives_way_to_the_user_s() -> None:
+    for part, pod in (("verifier", "verifier"), ("draft", "verifier"), ("router", "router")):
+        entry = {"name": "SPECDEC_LOG_FORMAT", "value": "console"}
+        container = render(values={part: {"extraEnv": [entry]}}).pod_with(pod).container(part)
+        assert [one for one in container["env"] if one["name"] == entry["name"]] == [entry]
+
+
+def test_routers_leave_a_pair_alone_when_it_says_so_itself() -> None:
+    rendered = render(values={"engine": {"stallSeconds": 77}})
+    assert router_settings(rendered.pod_with("router")).max_step_age_s == 77
+    assert verifier_settings(rendered.pod_with("verifier")).stall_s == 77
 
 
 def test_other_flags_are_vllm_s_own_affair() -> None:

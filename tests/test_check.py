@@ -13,7 +13,7 @@ def fake(**settings) -> FakeOpenAI:
 
 
 def test_an_answer_with_accepted_drafts_passes_and_says_its_accept_length(tmp_path, capsys):
-    (tmp_path / "keys").write_text("\n first-key \nsecond-key\n")
+    (tmp_path / "keys").write_text(f"\n# ours\nsha256:{64 * '0'}\n first-key \nsecond-key\n")
     with fake(accepted=lambda speculative: 2).serving() as server:
         assert check(["--url", server.url, "--api-key-file", str(tmp_path / "keys")]) == 0
         (sent,) = server.sent.values()

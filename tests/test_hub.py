@@ -99,6 +99,8 @@ def test_names_that_lead_nowhere_say_why(ask):
     assert unknown == "SettingsError: --model x/y: the hub has no such model, or HF_TOKEN may not read it"
     for line, name in zip(nowhere, ("nowhere", "/no/such/folder", "a b/c"), strict=True):
         assert line.startswith(f"SettingsError: --model {name}: there is no such folder, and it is no OWNER/NAME")
+    (odd,) = ask("all", "a--b/c")
+    assert odd.startswith("SettingsError: --model a--b/c: ")
     (missing,) = ask("all", "c/d", offline=True)
     assert missing.startswith("SetupError: --model c/d: not in the hub's cache")
 

@@ -247,6 +247,29 @@ def test_it_is_ready_while_vllm_says_so_and_ends_when_vllm_does(tmp_path, monkey
     assert "vLLM ended with exit code 3" in caplog.text
 
 
+def test_a_slow_answer_of_vllm_is_no_failure_but_several_are(tmp_path, monkeypatch):
+    """Its process may be busy with a large prompt; routers would take the pair out at once."""
+    answers: list[int | None] = [200, None, None, 200, None, None, None, 200, 503]
+
+    async def fake_get(url: str) -> httpx.Response:
+        answer = answers.pop(0)
+        if answer is None:
+            raise httpx.ReadTimeout("no answer")
+        return httpx.Response(answer)
+
+    async def main():
+        async with fake_pair(tmp_path) as pair:
+            verifier = verifier_of(pair)
+            monkeypatch.setattr(verifier._client, "get", fake_get)
+            said = []
+            while answers:
+                verifier._engine_ready = await verifier._healthy()
+                said.append(verifier._engine_ready)
+            assert said == [True, True, True, True, True, True, False, True, False]
+
+    asyncio.run(main())
+
+
 def test_vllms_own_metrics_are_beside_the_pairs(tmp_path):
     async def main():
         app = FastAPI()

@@ -215,15 +215,32 @@ imagePullSecrets:
   mountPath: /tmp
 {{- end -}}
 
+{{/* (dict "own" "entries as YAML" "extra" list): a user's entry takes the place of the chart's. */}}
+{{- define "specdec.env" -}}
+{{- $names := list -}}
+{{- range .extra -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $env := list -}}
+{{- range (fromYamlArray .own) -}}{{- if not (has .name $names) -}}{{- $env = append $env . -}}{{- end -}}{{- end -}}
+{{- toYaml (concat $env .extra) -}}
+{{- end -}}
+
+{{- define "specdec.logEnv" -}}
+- name: SPECDEC_LOG_LEVEL
+  value: {{ .Values.logLevel }}
+- name: SPECDEC_LOG_FORMAT
+  value: {{ .Values.logFormat }}
+{{- end -}}
+
 {{- define "specdec.engineEnv" -}}
 - name: POD_NAME
   valueFrom:
     fieldRef:
       fieldPath: metadata.name
-- name: SPECDEC_LOG_LEVEL
-  value: {{ .Values.logLevel }}
-- name: SPECDEC_LOG_FORMAT
-  value: {{ .Values.logFormat }}
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
+{{ include "specdec.logEnv" . }}
 - name: HF_HOME
   value: {{ .Values.weights.mountPath }}/huggingface
 # Code of models (--trust-remote-code) is unpacked here; HF_HOME may be read-only.
@@ -250,6 +267,17 @@ imagePullSecrets:
 {{- end }}
 {{- end -}}
 
+{{/* The draft's on top. Its container has asked for no GPU; the verifier's has, for all of the node. */}}
+{{- define "specdec.draftEnv" -}}
+{{ include "specdec.engineEnv" . }}
+{{- if and (ne .Values.draft.drafter "ngram") (eq .Values.gpu.mode "wholeNode") }}
+- name: NVIDIA_VISIBLE_DEVICES
+  value: all
+- name: NVIDIA_DRIVER_CAPABILITIES
+  value: compute,utility
+{{- end }}
+{{- end -}}
+
 {{/* What cannot work, with a sentence that says what to set. */}}
 {{- define "specdec.validate" -}}
 {{- $v := .Values -}}
@@ -269,8 +297,13 @@ imagePullSecrets:
 {{- if and (eq $v.gpu.mode "cpu") (gt ($v.model.tensorParallel | int64) 1) -}}
 {{- fail (printf "model.tensorParallel is %d: with gpu.mode cpu set it to 1" ($v.model.tensorParallel | int64)) -}}
 {{- end -}}
-{{- if and (ne $v.gpu.mode "cpu") (hasPrefix "specdec:" $v.model.name) -}}
-{{- fail (printf "model.name %s comes with the CPU image only: set gpu.mode to cpu, or model.name to another model" $v.model.name) -}}
+{{- range $place, $name := dict "model.name" $v.model.name "draft.model" $v.draft.model -}}
+{{- if and (ne $v.gpu.mode "cpu") (hasPrefix "specdec:" $name) -}}
+{{- fail (printf "%s %s comes with the CPU image only: set gpu.mode to cpu, or %s to another model" $place $name $place) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $v.ingress.enabled (not (has $v.ingress.path (list "/" "/v1"))) (not (contains "rewrite" ($v.ingress.annotations | keys | join " "))) -}}
+{{- fail (printf "ingress.path is %s, and the routers serve / and /v1: set it to one of them, or ingress.annotations to what your controller rewrites paths with" $v.ingress.path) -}}
 {{- end -}}
 {{- if and (eq $v.gpu.mode "wholeNode") (gt $gpus ($v.gpu.perNode | int64)) -}}
 {{- fail (printf "model.tensorParallel %d with placement %s takes %d GPUs, and a node has gpu.perNode %d: set placement to shared, model.tensorParallel lower, or gpu.perNode to what the nodes have" ($v.model.tensorParallel | int64) $v.placement $gpus ($v.gpu.perNode | int64)) -}}
@@ -295,7 +328,7 @@ imagePullSecrets:
 {{- end -}}
 {{- range $part := list "verifier" "draft" -}}
 {{- range $kind := list "requests" "limits" -}}
-{{- range $resource, $_ := get (get $v $part).resources $kind -}}
+{{- range $resource, $_ := get (get $v $part).resources $kind | default dict -}}
 {{- if hasPrefix (printf "%s/" (splitList "/" $v.gpu.resource | first)) $resource -}}
 {{- fail (printf "%s.resources.%s has %s: two requests get two sets of GPUs, which cannot share memory; set gpu.mode, gpu.perNode and placement" $part $kind $resource) -}}
 {{- end -}}
@@ -307,7 +340,7 @@ imagePullSecrets:
 {{- if ne $v.gpu.mode "cpu" -}}
 {{- $values = merge $values (dict "--tensor-parallel-size" "model.tensorParallel" "-tp" "model.tensorParallel") -}}
 {{- end -}}
-{{- if and (ne $v.gpu.mode "cpu") (eq $v.placement "shared") -}}
+{{- if and (ne $v.gpu.mode "cpu") (eq $v.placement "shared") (ne $v.draft.drafter "ngram") -}}
 {{- $_ := set $values "--gpu-memory-utilization" "shared.gpuMemoryUtilization" -}}
 {{- end -}}
 {{- $others := list "--port" "--worker-cls" "--scheduler-cls" "--speculative-config" "-sc" "--spec-method" "--spec-model" "--spec-tokens" "--pipeline-parallel-size" "-pp" "--data-parallel-size" "-dp" -}}

@@ -25,7 +25,7 @@ class CheckSettings(Settings):
     section: ClassVar[str] = "check"
 
     url: str = Field("http://127.0.0.1:8000", description="where the router answers")
-    api_key_file: Path | None = Field(None, description="file with an API key in its first line")
+    api_key_file: Path | None = Field(None, description="file with an API key; the first that is no digest is sent")
     model: str = Field("", description="the model to ask; default the first that the router serves")
     prompt: str = Field(_PROMPT, min_length=1, description="the question")
     max_tokens: int = Field(96, ge=2, description="longest answer")
@@ -36,7 +36,7 @@ class CheckSettings(Settings):
 def check(argv: list[str]) -> int:
     """The command."""
     settings = CheckSettings.load(argv)
-    key = _first_line(settings.api_key_file) if settings.api_key_file else None
+    key = _first_key(settings.api_key_file) if settings.api_key_file else None
     until = time.monotonic() + settings.wait_s
     while True:
         try:
@@ -68,15 +68,16 @@ def _summary(answer: Answer) -> str:
     return f"{answer.completion_tokens} tokens in {answer.total_s:.1f} s, {stood}: accept length {length:.2f}"
 
 
-def _first_line(path: Path) -> str:
+def _first_key(path: Path) -> str:
+    """Of a file as the router's --api-keys-file: comments and digests are passed over."""
     try:
-        lines = path.read_text().splitlines()
+        lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise SettingsError(f"--api-key-file {path}: {error}") from error
-    key = next((line.strip() for line in lines if line.strip()), "")
-    if not key or key.startswith("sha256:"):
-        raise SettingsError(f"--api-key-file {path}: its first line must be a key, not a digest of one")
-    return key
+    keys = [line for line in lines if line and not line.startswith(("#", "sha256:"))]
+    if not keys:
+        raise SettingsError(f"--api-key-file {path}: it has no key that can be sent, at most digests")
+    return keys[0]
 
 
 def _first_model(url: str, key: str | None) -> str:
@@ -86,5 +87,5 @@ def _first_model(url: str, key: str | None) -> str:
         if response.status_code != 200:
             raise AnswerError(f"{url}/v1/models: {response.status_code}: {response.text[:300]}")
         return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise AnswerError(f"{url}/v1/models: {type(error).__name__}: {error}") from error

@@ -35,7 +35,12 @@ def model_folder(name: str, flag: str, *, weights: bool = True) -> Path:
 
 def _fetched(name: str, flag: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     model, _, revision = name.partition("@")
     try:
@@ -46,5 +51,7 @@ def _fetched(name: str, flag: str, patterns: list[str]) -> Path:
         raise SetupError(
             f"{flag} {name}: not in the hub's cache (HF_HOME), and the hub was not reached or HF_HUB_OFFLINE is set"
         ) from error
+    except HFValidationError as error:
+        raise SettingsError(f"{flag} {name}: {str(error).splitlines()[0]}") from error
     except (HfHubHTTPError, OSError) as error:
         raise SetupError(f"{flag} {name}: {str(error).splitlines()[0]}") from error

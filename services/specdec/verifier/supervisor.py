@@ -35,6 +35,7 @@ from specdec.verifier.settings import VerifierSettings
 
 log = logging.getLogger(__name__)
 _BEAT_LATE_NS = 2_000_000_000
+_SLOW_ANSWERS = 3  # of vLLM's /health in a row that are no answer: its process may be busy with a large prompt
 _KILL_S = 5  # of the grace, for vLLM to end once its answers have
 _SERVER = (
     ("grpc.keepalive_time_ms", 5000),  # a router whose host has vanished says nothing
@@ -130,6 +131,8 @@ class Supervisor:
         if settings.host not in ("127.0.0.1", "::1", "localhost") and not self._auth.given:
             log.warning("--host %s: whoever reaches --control-port can order; see --control-secret-file", settings.host)
         self._engine_ready = False
+        self._slow_answers = 0
+        self._client = httpx.AsyncClient(timeout=5, trust_env=False)  # making one takes as long as several cycles
         self._metrics = PairMetrics()
         self._stopping = asyncio.Event()
 
@@ -166,6 +169,7 @@ class Supervisor:
                 await server.stop(1)
                 await asyncio.to_thread(engine.stop, s.stop_grace_s)
                 sockets.remove()
+                await self._client.aclose()
 
     def _health_app(self) -> FastAPI:
         """The health routes, and vLLM's own metrics: its port, which has no keys, may stay closed to others."""
@@ -174,8 +178,7 @@ class Supervisor:
         @app.get("/vllm/metrics")
         async def vllm_metrics() -> Response:
             try:
-                async with httpx.AsyncClient(timeout=10, trust_env=False) as client:
-                    answer = await client.get(f"http://{self._address}:{self._settings.port}/metrics")
+                answer = await self._client.get(f"http://{self._address}:{self._settings.port}/metrics", timeout=10)
             except httpx.HTTPError as error:
                 return PlainTextResponse(f"vLLM does not answer: {type(error).__name__}\n", status_code=503)
             return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
@@ -185,46 +188,53 @@ class Supervisor:
     async def _watch(self, engine: Guarded) -> int:
         deadline = time.monotonic() + self._settings.start_timeout_s
         was_up = draft_was_up = False
-        async with httpx.AsyncClient(timeout=5, trust_env=False) as client:
-            while not self._stopping.is_set():
-                if self._control.fault is not None:
-                    log.error("verdicts are not passed on any more: %s", self._control.fault)
-                    return 1
-                code = engine.poll()
-                if code is not None:
-                    log.error("vLLM ended with exit code %s; its own lines above say why", code)
-                    return 1
-                if stands := self._stands_still(self._settings.dead_s):
-                    log.error("the engine %s: giving it up", stands)
-                    return 1
-                ready = await self._healthy(client)
-                if ready and not self._engine_ready:
-                    log.info("ready: %s on %s, pair %s", self._settings.model, self._url, self._settings.pair)
-                self._engine_ready = ready
-                if not ready and not was_up and time.monotonic() > deadline:
-                    log.error("vLLM was not ready after %.0f s", self._settings.start_timeout_s)
-                    return 1
-                was_up = was_up or ready
-                up, detail = self._draft_state()
-                if draft_was_up != up:
-                    log.info("draft %s", detail if up else f"down: {detail}")
-                draft_was_up = up
-                self._metrics.engine_up.set(ready)
-                self._metrics.draft_up.set(up)
-                self._metrics.routers.set(self._control.routers)
-                self._metrics.publish(self._segment.counts)
-                self._metrics.shared_free.set(shutil.disk_usage(self._segment.path.parent).free)
-                try:
-                    await asyncio.wait_for(self._stopping.wait(), 1.0 if ready else 0.25)
-                except TimeoutError:
-                    continue
+        while not self._stopping.is_set():
+            if self._control.fault is not None:
+                log.error("verdicts are not passed on any more: %s", self._control.fault)
+                return 1
+            code = engine.poll()
+            if code is not None:
+                log.error("vLLM ended with exit code %s; its own lines above say why", code)
+                return 1
+            if stands := self._stands_still(self._settings.dead_s):
+                log.error("the engine %s: giving it up", stands)
+                return 1
+            ready = await self._healthy()
+            if ready and not self._engine_ready:
+                log.info("ready: %s on %s, pair %s", self._settings.model, self._url, self._settings.pair)
+            self._engine_ready = ready
+            if not ready and not was_up and time.monotonic() > deadline:
+                log.error("vLLM was not ready after %.0f s", self._settings.start_timeout_s)
+                return 1
+            was_up = was_up or ready
+            up, detail = self._draft_state()
+            if draft_was_up != up:
+                log.info("draft %s", detail if up else f"down: {detail}")
+            draft_was_up = up
+            self._metrics.engine_up.set(ready)
+            self._metrics.draft_up.set(up)
+            self._metrics.routers.set(self._control.routers)
+            self._metrics.publish(self._segment.counts)
+            self._metrics.shared_free.set(shutil.disk_usage(self._segment.path.parent).free)
+            try:
+                await asyncio.wait_for(self._stopping.wait(), 1.0 if ready else 0.25)
+            except TimeoutError:
+                continue
         return 0
 
-    async def _healthy(self, client: httpx.AsyncClient) -> bool:
+    async def _healthy(self) -> bool:
+        """Whether vLLM says so. One that was healthy and does not answer in time still is, for a while."""
         try:
-            return (await client.get(f"http://{self._address}:{self._settings.port}/health")).status_code == 200
+            healthy = (
+                await self._client.get(f"http://{self._address}:{self._settings.port}/health")
+            ).status_code == 200
+        except httpx.TimeoutException:
+            self._slow_answers += 1
+            return self._engine_ready and self._slow_answers < _SLOW_ANSWERS
         except httpx.HTTPError:
-            return False
+            healthy = False
+        self._slow_answers = 0
+        return healthy
 
     def _draft_state(self) -> tuple[bool, str]:
         if not self._segment.alive(Role.DRAFT):
