@@ -14,22 +14,21 @@ from pathlib import Path
 import httpx
 import pytest
 
+from chart_kit import render
+from chart_services import router_settings
 from edge_kit import CHAT, DONE, Asked, Router, Send, chunk, delta, raw_post, routed, run, start
 from nginx_kit import PREFIX, Nginx, ingress_directives, nginx_conf
 from specdec.stack import free_ports
 
-STREAMING = {
-    f"{PREFIX}{name}": value
-    for name, value in {
-        "proxy-buffering": "off",
-        "proxy-request-buffering": "off",
-        "proxy-read-timeout": "3600",
-        "proxy-send-timeout": "3600",
-        "proxy-body-size": "64m",
-        "proxy-http-version": "1.1",
-    }.items()
-}
 CHUNKS = 6
+
+
+def charts_annotations() -> dict[str, str]:
+    """As the chart renders them with nothing set."""
+    annotations: dict[str, str] = render(values={"ingress": {"enabled": True}}).one("Ingress")["metadata"][
+        "annotations"
+    ]
+    return annotations
 
 
 @dataclass
@@ -102,7 +101,8 @@ def test_as_the_chart_sets_it_chunks_arrive_as_they_are_sent_and_large_prompts_p
     async def main():
         async with (
             routed(tmp_path, FakeStep(1), max_prompt_tokens=2_000_000) as router,
-            behind_nginx(router, tmp_path, STREAMING) as nginx,
+            # without our header nothing but the annotations keeps it from buffering
+            behind_nginx(router, tmp_path, charts_annotations(), ["proxy_ignore_headers X-Accel-Buffering;"]) as nginx,
         ):
             engine = await streamed(router, nginx, patience_s=2)
             assert engine.in_time == CHUNKS - 1
@@ -158,7 +158,7 @@ def test_a_silence_longer_than_nginxs_patience_is_bridged_by_comments(tmp_path, 
         await chunk(send, DONE, more=False)
 
     async def main():
-        impatient = STREAMING | {f"{PREFIX}proxy-read-timeout": "1"}
+        impatient = charts_annotations() | {f"{PREFIX}proxy-read-timeout": "1"}
         async with (
             routed(tmp_path, silent, keepalive_s=keepalive_s) as router,
             behind_nginx(router, tmp_path, impatient) as nginx,
@@ -178,10 +178,19 @@ def test_a_silence_longer_than_nginxs_patience_is_bridged_by_comments(tmp_path, 
 
 
 def test_annotations_become_ingress_nginxs_directives():
-    directives = ingress_directives(STREAMING | {"cert-manager.io/issuer": "x", f"{PREFIX}ssl-redirect": "true"})
-    for one in ("proxy_buffering off;", "proxy_request_buffering off;", "proxy_read_timeout 3600s;"):
-        assert one in directives
-    assert {"proxy_send_timeout 3600s;", "client_max_body_size 64m;", "proxy_http_version 1.1;"} <= set(directives)
+    own = {f"{PREFIX}{name}": value for name, value in (("proxy-read-timeout", "660"), ("proxy-body-size", "33m"))}
+    directives = ingress_directives(own | {"cert-manager.io/issuer": "x", f"{PREFIX}ssl-redirect": "true"})
+    assert {"proxy_read_timeout 660s;", "client_max_body_size 33m;"} <= set(directives)
     assert {"client_max_body_size 1m;", "proxy_read_timeout 60s;"} <= set(ingress_directives({}))
     with pytest.raises(ValueError, match="proxy-bufering"):
         ingress_directives({f"{PREFIX}proxy-bufering": "off"})
+
+
+def test_the_charts_timeouts_are_longer_than_the_routers_own():
+    """Its answer says what is wrong; nginx's page does not."""
+    directives = ingress_directives(charts_annotations())
+    router = render(values={"ingress": {"enabled": True}}).pod_with("router")
+    seconds = int(router_settings(router).read_timeout_s)
+    for name in ("proxy_read_timeout", "proxy_send_timeout"):
+        (timeout,) = (one for one in directives if one.startswith(name))
+        assert int(timeout.removeprefix(name).strip(" s;")) > seconds
