@@ -64,7 +64,7 @@ class Router:
             self.metrics,
             max_waiting=settings.max_waiting,
             max_waiting_tokens=settings.max_waiting_tokens,
-            max_waiting_bytes=int(settings.max_waiting_mb * 2**20),
+            max_held_bytes=int(settings.max_waiting_mb * 2**20),
             timeout_s=settings.queue_timeout_s,
         )
         self.fleet = Fleet(settings.pairs, self._pair, self.admission.wake)
