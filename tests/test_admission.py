@@ -186,10 +186,29 @@ def test_a_body_whose_answer_has_begun_is_not_held(tmp_path):
                 router.vllm.asked.clear()
             await asyncio.sleep(0.05)
             assert router.app.state.router.admission.held_bytes == 0
-            large = [trace.size for trace in tracemalloc.take_snapshot().traces if trace.size > 1 << 20]
-            assert len(large) <= 3, large  # FakeVllm's own, which it keeps with each request it answers
+            assert len(large_objects()) <= 3  # FakeVllm's own, which it keeps with each request it answers
 
     run(main)
+
+
+def test_a_body_that_is_changed_on_its_way_is_held_once(tmp_path):
+    picture = b'{"speculative": "off", "messages": ["data:image/png;base64,%s"]}' % (b"A" * 8_000_000)
+
+    async def main():
+        async with contextlib.AsyncExitStack() as stack:
+            router = await stack.enter_async_context(routed(tmp_path, never))
+            tracemalloc.start()
+            stack.callback(tracemalloc.stop)
+            await stack.enter_async_context(sent(router, raw_post(CHAT, picture)))
+            await until(lambda: router.vllm.asked)
+            await until(lambda: len(large_objects()) <= 3)  # the request here, the router's body, and FakeVllm's
+
+    run(main)
+
+
+def large_objects() -> list[int]:
+    """The sizes of those made since tracemalloc began."""
+    return [trace.size for trace in tracemalloc.take_snapshot().traces if trace.size > 1 << 20]
 
 
 @pytest.mark.parametrize(

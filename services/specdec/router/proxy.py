@@ -135,13 +135,11 @@ class Proxy:
                 if http.method == "POST":
                     reading = self._aside.run(len(body), read, path, body, self._limits)
                     asked = await (watch.race(reading) if len(body) > _LARGE_BYTES else reading)
-                del body  # `asked` may have another
+                del body  # `asked` may have another, that is held until a pair has begun to answer
                 if routes.queued(http.method, path):
                     place = self._admission.admitted(asked.sessions, asked.tokens)
                     await watch.race(held.enter_async_context(place))
                 answer = await self._ask(http, asked, watch, held)
-                usage_at_end = asked.usage_at_end
-                del asked  # its body is sent to no other pair any more, and the answer may take minutes
             headers = [*self._kept(answer.http.headers)]
             headers.append((b"x-request-id", answer_request_id(http, answer.request.id).encode()))
             if answer.whole is not None:
@@ -153,7 +151,7 @@ class Proxy:
                 headers = [(name, value) for name, value in headers if name not in _UNBUFFERED] + [*_UNBUFFERED.items()]
             parts: AsyncIterator[bytes] = answer.http.parts()
             if stream and path in GENERATING:
-                parts = _events(parts, answer.request, usage_at_end)
+                parts = _events(parts, answer.request, asked.usage_at_end)
             relay = Relayed(
                 _told(parts, stream),
                 answer.http.status,
