@@ -18,7 +18,7 @@ from specdec.stack import Service, free_ports
 
 HOST = "127.0.0.1"
 STREAMS, EVENTS_S, BODIES = 500, 1, 4
-PROBES, PROBERS = 1000, 5
+PROBES, PROBERS, PAUSE_S = 1000, 5, 0.005
 SLOW = raw_post(CHAT, b'{"messages":[],"stream":true,"max_tokens":100000}')
 PICTURE = raw_post(CHAT, b'{"messages":["data:image/png;base64,%s"],"stream":true,"max_tokens":2}' % (b"A" * 5_000_000))
 
@@ -81,6 +81,7 @@ def probe(admin_port: int, path: str) -> list[float]:
             connection.request("GET", path)
             assert connection.getresponse().status == 200
         took.append(time.monotonic() - began)
+        time.sleep(PAUSE_S)  # so that they fall into all that a body's way takes
     return took
 
 
