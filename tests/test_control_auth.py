@@ -150,6 +150,51 @@ def test_with_tls_only_certificates_of_the_authority_get_in(tmp_path):
     asyncio.run(main())
 
 
+def test_a_new_certificate_holds_from_the_next_connection_on_once_it_is_whole(tmp_path, caplog):
+    """Of another authority, so that who gets in says which generation is served."""
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    routers = [one.auth(f"router-{number}.test", one) for number, one in enumerate((old, new))]
+    unavailable = grpc.StatusCode.UNAVAILABLE
+
+    async def main():
+        after = new.auth("pair.test", new)
+        later = [(file, file.read_bytes()) for file in (after.key, after.cert)]
+        old.auth("pair.test", old)  # into the same files
+        authority = tmp_path / "pair-ca.pem"
+        authority.write_bytes(old.file.read_bytes())
+        (key, new_key), (cert, new_cert) = later
+        async with fake_pair(tmp_path, auth=ControlAuth(cert=cert, key=key, ca=authority)) as pair:
+            writing = (key, b""), (key, new_key), (cert, new_cert[:300]), (cert, b""), (cert, None)
+            for file, text in writing:  # a key without its certificate, then half a one, and none
+                file.unlink() if text is None else file.write_bytes(text)
+                assert (await describe(pair, routers[0])).engine_ready
+                assert await refused(pair, routers[1]) == unavailable
+            cert.write_bytes(new_cert)
+            authority.write_bytes(new.file.read_bytes()[:100])
+            assert (await describe(pair, routers[0])).engine_ready
+            authority.write_bytes(new.file.read_bytes())
+            assert (await describe(pair, routers[1])).engine_ready
+            stranger = old.auth("stranger.test", new)  # trusts the pair, and is not trusted any more
+            for auth in (routers[0], stranger, ControlAuth()):
+                assert await refused(pair, auth) == unavailable
+
+    with caplog.at_level("INFO"):
+        asyncio.run(main())
+    assert caplog.text.count("the control port has a new certificate") == 1
+    assert caplog.text.count("the control port's certificate stays as it was") >= 3
+
+
+def test_a_certificate_without_its_key_is_named_at_the_start(tmp_path):
+    ours = Authority(tmp_path, "ours")
+    one, other = ours.auth("one.test", ours), ours.auth("other.test", ours)
+
+    async def main():
+        with pytest.raises(SettingsError, match=r"^--control-tls-cert .*one\.test\.pem, its key or its authority: "):
+            ControlAuth(cert=one.cert, key=other.key, ca=ours.file).listen(grpc.aio.server(), "127.0.0.1:0")
+
+    asyncio.run(main())
+
+
 def test_tls_and_the_secret_go_together(tmp_path, secrets):
     ours = Authority(tmp_path, "ours")
 

@@ -992,6 +992,41 @@ def test_a_body_that_was_answered_before_it_came_holds_no_connection(monkeypatch
     run(main)
 
 
+def test_an_answer_before_the_bodys_end_reaches_a_client_that_keeps_no_connection():
+    head = b"POST /nowhere HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2000000\r\n\r\n"
+
+    async def main():
+        async with with_protocol() as connect:
+            reader, writer = await connect(head)
+            await asyncio.sleep(0.1)  # it has been answered
+            for _ in range(20):
+                writer.write(b"x" * 100_000)
+                await writer.drain()
+            answer = await asyncio.wait_for(reader.read(), 1)
+            assert b" 404 " in answer.partition(b"\r\n")[0]
+            assert answer.endswith(b"}}")
+
+    run(main)
+
+
+def test_a_body_in_front_of_a_head_is_none_of_it():
+    """Large bodies whose last bytes come in one piece with the next head's first ones."""
+    get, post = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n", raw_post("/nowhere", b"x" * 100_000)
+
+    async def main():
+        async with with_protocol() as connect:
+            for cut in (0, 1000):  # in the head's own piece, and in one of their own
+                reader, writer = await connect(post[:cut])
+                await asyncio.sleep(0.05)
+                writer.write(post[cut:] + get[:10])
+                assert b" 404 " in await reader.readuntil(b"}}")
+                await asyncio.sleep(0.05)
+                writer.write(get[10:])
+                assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"}"), 5)
+
+    run(main)
+
+
 def test_a_connection_that_rests_is_closed_whatever_comes_but_a_request():
     class Hasty(Protocol):
         def __init__(self, *args: Any, **more: Any) -> None:

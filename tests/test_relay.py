@@ -318,6 +318,58 @@ def test_while_it_drains_running_answers_end_and_new_ones_are_refused(tmp_path):
     run(main)
 
 
+GET_LIVE = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def test_while_it_drains_no_connection_is_kept_for_a_next_request(tmp_path):
+    large = raw_post(CHAT, b'{"messages": ["%s"]}' % (b"a" * 5_000_000))
+
+    async def main():
+        drains = asyncio.Event()
+
+        async def answer(asked: Any, send: Any) -> None:
+            if len(router.vllm.asked) == 2:
+                await drains.wait()
+            await five(asked, send)
+
+        async with routed(tmp_path, answer) as router, contextlib.AsyncExitStack() as stack:
+
+            async def connect(first: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+                return await stack.enter_async_context(sent(router, first))
+
+            streaming, _ = await connect(raw_post(CHAT, ENDLESS))
+            assert b"connection: close" not in await streaming.readuntil(b"\r\n\r\n")
+            idle, _ = await connect(GET_LIVE)
+            half, half_end = await connect(GET_LIVE)
+            unused, unused_end = await connect(b"")
+            for reader in (idle, half):
+                await reader.readuntil(b"}")
+            half_end.write(GET_LIVE[:9])
+            beginning, _ = await connect(raw_post(CHAT, ENDLESS))
+            await until(lambda: len(router.vllm.asked) == 2)
+            draining = asyncio.create_task(router.app.state.router.drain(5))
+            assert await asyncio.wait_for(idle.read(), 0.2) == b""
+            drains.set()
+            half_end.write(GET_LIVE[9:])
+            unused_end.write(large)
+            uploading, uploading_end = await connect(large[:1000])
+            for reader, status in ((half, b" 200 "), (unused, b" 503 "), (uploading, b" 503 ")):
+                answer = await asyncio.wait_for(reader.read(), 1)
+                assert status in answer.partition(b"\r\n")[0]
+                assert b"\r\nconnection: close\r\n" in answer
+            assert not draining.done()
+            uploading_end.write(large[1000:])  # the answer was not lost to a reset, and the rest is passed over
+            await uploading_end.drain()
+            assert (await streaming.read()).endswith(DONE + b"\r\n0\r\n\r\n")
+            begun = await beginning.read()
+            assert b"\r\nconnection: close\r\n" in begun.partition(b"\r\n\r\n")[0] + b"\r\n"
+            assert begun.endswith(DONE + b"\r\n0\r\n\r\n")
+            await draining
+            await until(lambda: not router.app.state.router.connections._open)
+
+    run(main)
+
+
 def test_what_runs_past_the_grace_is_cut_off_with_an_error(tmp_path):
     async def endless(asked: Any, send: Any) -> None:
         await start(send, 200, ("content-type", "text/event-stream"))

@@ -450,7 +450,7 @@ SERVICE = (
             Panel(
                 "Bodies held by the routers",
                 [(f"sum by (instance) (specdec_router_waiting_bytes{{{_ROUTER}}})", "{{instance}}")],
-                "Of requests that wait to be let in or are being received; `--max-waiting-mb` bounds each router's.",
+                "Of requests being received, waiting, or not answered yet; `--max-waiting-mb` bounds each router's.",
                 "bytes",
                 width=6,
             ),

@@ -2,6 +2,8 @@
 
 import hashlib
 import hmac
+import logging
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ import grpc
 
 from specdec.errors import SettingsError
 
+log = logging.getLogger(__name__)
 _HEADER = "authorization"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -66,11 +69,16 @@ class ControlAuth:
         return [] if self.secret_file is None else [_Guard(self._secrets)]
 
     def listen(self, server: grpc.aio.Server, address: str) -> int:
-        """Adds the server's port; with TLS only callers with a certificate of the authority get through."""
+        """Adds the server's port; with TLS only callers with a certificate of the authority get through. Files that
+        change hold from the next connection on. Raises SettingsError for files that do not go together."""
         if self.cert is None or self.key is None or self.ca is None:
             return server.add_insecure_port(address)
-        pairs = [(self.key.read_bytes(), self.cert.read_bytes())]
-        credentials = grpc.ssl_server_credentials(pairs, self.ca.read_bytes(), require_client_auth=True)
+        certificates = _Certificates(self.cert, self.key, self.ca)
+        credentials = grpc.dynamic_ssl_server_credentials(
+            certificates.configuration,
+            certificates.changed,  # type: ignore[arg-type]  # None is allowed
+            require_client_authentication=True,
+        )
         return server.add_secure_port(address, credentials)
 
     def _secrets(self) -> list[str]:
@@ -82,6 +90,57 @@ class ControlAuth:
         if not secrets:  # also for a moment while it is written anew: nothing must not become a secret
             raise SettingsError(f"--control-secret-file {self.secret_file}: it is empty")
         return secrets
+
+
+class _Certificates:
+    """A server's files, as they were when they last went together."""
+
+    def __init__(self, cert: Path, key: Path, ca: Path) -> None:
+        """Raises SettingsError."""
+        self._files = (cert, key, ca)
+        try:
+            self._held = self._whole()
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"--control-tls-cert {cert}, its key or its authority: {error}") from error
+        self._failed: str | None = None
+
+    @property
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """What the server is to use."""
+        cert, key, ca = self._held
+        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """The same where the files have changed; None where they have not, or are being written. gRPC asks before each
+        connection, in a thread of its own."""
+        try:
+            if self._read() == self._held:
+                return None
+            self._held = self._whole()
+        except (OSError, ValueError) as error:
+            if str(error) != self._failed:  # once, however many connect
+                log.warning("the control port's certificate stays as it was: %s", error)
+                self._failed = str(error)
+            return None
+        self._failed = None
+        log.info("the control port has a new certificate")
+        return self.configuration
+
+    def _read(self) -> tuple[bytes, bytes, bytes]:
+        cert, key, ca = (path.read_bytes() for path in self._files)
+        return cert, key, ca
+
+    def _whole(self) -> tuple[bytes, bytes, bytes]:
+        """The files' contents. Raises OSError or ValueError where one is missing, cut short or of another generation
+        than the others."""
+        held = self._read()
+        cert, key, _ = self._files
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key, password="")  # without one it would ask at the terminal
+        context.load_verify_locations(cadata=held[2].decode("ascii", "replace"))
+        if self._read() != held:  # what has been checked may be another
+            raise ValueError("the files are being written")
+        return held
 
 
 class _Guard(grpc.aio.ServerInterceptor):

@@ -140,9 +140,10 @@ ROUTER = (
         "specdec_router_waiting_bytes",
         "gauge",
         "bytes",
-        "Their requests' bodies in memory, with those that are being received",
-        "Near `--max-waiting-mb`, requests with large bodies are refused with 429: pictures or long prompts wait, or "
-        "uploads are slow. Add pairs, or raise it with the router's memory.",
+        "Requests' bodies in memory: being received, waiting, and sent to a pair that has not begun to answer",
+        "Near `--max-waiting-mb`, requests with large bodies are refused with 429: pictures or long prompts wait, "
+        "answers that are not streamed take long, or uploads are slow. Add pairs, or raise it with the router's "
+        "memory.",
     ),
     Entry(
         "specdec_router_retries_total",

@@ -1,5 +1,6 @@
-"""How much runs and how much waits: bounds in sessions (n counts n) and, for what waits, in prompt tokens
-and in bytes, since a picture of many megabytes has few tokens. Bodies on their way count with the bytes."""
+"""How much runs and how much waits: bounds in sessions (n counts n) and, for what waits, in prompt tokens. Bodies are
+bounded in bytes, since a picture of many megabytes has few tokens: all that are in memory, whatever they are there for.
+"""
 
 import asyncio
 import contextlib
@@ -32,24 +33,24 @@ class Admission:
         *,
         max_waiting: int,
         max_waiting_tokens: int,
-        max_waiting_bytes: int,
+        max_held_bytes: int,
         timeout_s: float,
     ) -> None:
         """`capacity`: sessions that may run now."""
         self._capacity, self._metrics = capacity, metrics
         self._max_waiting, self._max_tokens, self._timeout_s = max_waiting, max_waiting_tokens, timeout_s
-        self._max_bytes = max_waiting_bytes
+        self._max_bytes = max_held_bytes
         self._queue: deque[_Waiting] = deque()
-        self.running = self.waiting = self.waiting_tokens = self.waiting_bytes = 0
-        self.receiving_bytes = 0  # of bodies that are on their way, or being read
+        self.running = self.waiting = self.waiting_tokens = 0
+        self.held_bytes = 0  # of bodies: on their way, waiting, or sent to a pair that may have to be sent to another
+        self._large = 0  # of them, in number, those that are not small
         self._session_s = _FIRST_S
 
     @asynccontextmanager
-    async def admitted(self, sessions: int, tokens: int, size: int) -> AsyncIterator[None]:
-        """Its place among those that run. `size`: its body's bytes. Raises ApiError (429) where the queue is full, or
-        after its time in it."""
+    async def admitted(self, sessions: int, tokens: int) -> AsyncIterator[None]:
+        """Its place among those that run. Raises ApiError (429) where the queue is full, or after its time in it."""
         if self._queue or not self._fits(sessions):
-            await self._wait(sessions, tokens, size)
+            await self._wait(sessions, tokens)
         else:
             self._run(sessions)
         began = time.monotonic()
@@ -61,27 +62,29 @@ class Admission:
             self.wake()
 
     @contextmanager
-    def receiving(self) -> Iterator[Callable[[int], None]]:
-        """For a body's way into memory: what it yields is to be called with the size of each part. Raises ApiError
-        (429) where this one and all others, with those that wait, would be too large together."""
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """For as long as a body is in memory: what it yields is to be called with the size of each part that comes, and
+        raises ApiError (429) where this one and all others would be too large together."""
         size = 0
 
         def more(part: int) -> None:
             nonlocal size
+            self._large += size <= _SMALL < size + part
             size += part
-            self._receive(part)
-            held = self.receiving_bytes + self.waiting_bytes
-            if size > _SMALL and held > max(self._max_bytes, size):  # one alone may be larger than the bound
+            self._hold(part)
+            # one alone, among small ones of which there always are some, may be larger than the bound
+            if size > _SMALL and self._large > 1 and self.held_bytes > self._max_bytes:
                 raise ApiError(
                     "too_many_waiting",
-                    f"{held >> 20} MB of requests' bodies are held already",
+                    f"{self.held_bytes >> 20} MB of requests' bodies are held already",
                     retry_after_s=self.retry_after_s,
                 )
 
         try:
             yield more
         finally:
-            self._receive(-size)
+            self._hold(-size)
+            self._large -= size > _SMALL
 
     def wake(self) -> None:
         """Lets in who fits. To be called where the capacity may have grown."""
@@ -103,34 +106,27 @@ class Admission:
         self.running += sessions
         self._metrics.admitted.set(self.running)
 
-    def _receive(self, size: int) -> None:
-        self.receiving_bytes += size
-        self._metrics.waiting_bytes.set(self.waiting_bytes + self.receiving_bytes)
+    def _hold(self, size: int) -> None:
+        self.held_bytes += size
+        self._metrics.waiting_bytes.set(self.held_bytes)
 
-    def _count(self, sessions: int, tokens: int, size: int) -> None:
+    def _count(self, sessions: int, tokens: int) -> None:
         self.waiting += sessions
         self.waiting_tokens += tokens
-        self.waiting_bytes += size
         self._metrics.waiting.set(self.waiting)
         self._metrics.waiting_tokens.set(self.waiting_tokens)
-        self._metrics.waiting_bytes.set(self.waiting_bytes + self.receiving_bytes)
 
-    async def _wait(self, sessions: int, tokens: int, size: int) -> None:
-        full = (
-            self.waiting + sessions > self._max_waiting
-            or self.waiting_tokens + tokens > self._max_tokens
-            or self.waiting_bytes + size > self._max_bytes
-        )
+    async def _wait(self, sessions: int, tokens: int) -> None:
+        full = self.waiting + sessions > self._max_waiting or self.waiting_tokens + tokens > self._max_tokens
         if full and (self.waiting or not self._max_waiting):  # one alone may be larger than the bounds
             raise ApiError(
                 "too_many_waiting",
-                f"{self.waiting} sessions with about {self.waiting_tokens} prompt tokens in"
-                f" {self.waiting_bytes >> 20} MB wait already",
+                f"{self.waiting} sessions with about {self.waiting_tokens} prompt tokens wait already",
                 retry_after_s=self.retry_after_s,
             )
         one = _Waiting(sessions, asyncio.get_running_loop().create_future())
         self._queue.append(one)
-        self._count(sessions, tokens, size)
+        self._count(sessions, tokens)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await one.admitted
@@ -150,4 +146,4 @@ class Admission:
                 ) from None
             raise
         finally:
-            self._count(-sessions, -tokens, -size)
+            self._count(-sessions, -tokens)

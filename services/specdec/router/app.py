@@ -25,6 +25,7 @@ from specdec.router.limits import ClientGone, Limits
 from specdec.router.loop import speculate
 from specdec.router.observed import Observation, Observed
 from specdec.router.pairs import Pair, Session
+from specdec.router.protocol import Connections
 from specdec.router.proxy import Proxy, answer_request_id
 from specdec.router.relay import look_after
 from specdec.router.settings import RouterSettings
@@ -63,11 +64,12 @@ class Router:
             self.metrics,
             max_waiting=settings.max_waiting,
             max_waiting_tokens=settings.max_waiting_tokens,
-            max_waiting_bytes=int(settings.max_waiting_mb * 2**20),
+            max_held_bytes=int(settings.max_waiting_mb * 2**20),
             timeout_s=settings.queue_timeout_s,
         )
         self.fleet = Fleet(settings.pairs, self._pair, self.admission.wake)
         self.proxy: Proxy
+        self.connections = Connections()  # of the public port
         self.draining = False
 
     @asynccontextmanager
@@ -95,9 +97,11 @@ class Router:
             await asyncio.to_thread(self._tracing.shutdown)
 
     async def drain(self, grace_s: float) -> None:
-        """From now on new requests are refused, and readiness says so. Returns once none runs; those that still do
-        after `grace_s` are cut off with an error."""
+        """From now on new requests are refused, readiness says so, and no connection is kept for a next request, which
+        would be refused here and answered elsewhere. Returns once none runs; those that still do after `grace_s` are
+        cut off with an error."""
         self.draining = True
+        self.connections.end()
         log.info("draining: %d requests run", self.proxy.running)
         try:
             async with asyncio.timeout(grace_s):
@@ -182,9 +186,9 @@ def create_app(settings: RouterSettings, tracing: Tracing | None = None) -> Fast
     router = Router(settings, tracing)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         async with router.running():
-            yield
+            yield {"connections": router.connections}
 
     app = FastAPI(title="specdec", openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.router, app.state.pairs = router, router.fleet.pairs

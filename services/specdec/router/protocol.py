@@ -3,6 +3,7 @@ on its head's size and time, and on the time between an answer and the next requ
 
 import asyncio
 import re
+import weakref
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -17,6 +18,29 @@ _UNREAD_S = 5.0  # for the rest of a body that has its answer already, mostly an
 _UPGRADE, _NOT_HEEDED = re.compile(rb"\nupgrade(?=[ \t]*:)", re.IGNORECASE), b"\nkeep-alive"
 
 
+class Connections:
+    """Those of one server. The lifespan's state has it as `connections`."""
+
+    def __init__(self) -> None:
+        self._open: set[Protocol] = set()
+        self.ending = False
+
+    def add(self, one: "Protocol") -> None:
+        """One was made."""
+        self._open.add(one)
+
+    def discard(self, one: "Protocol") -> None:
+        """One is lost."""
+        self._open.discard(one)
+
+    def end(self) -> None:
+        """From now on each ends with the answer that runs on it, or with the next one. Those kept for a next request
+        are closed."""
+        self.ending = True
+        for one in list(self._open):
+            one.end()
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 over llhttp, which bounds neither the size of a head nor its time, and whose keep-alive timer
     ends with any byte, also with one of a body that was answered before it was whole."""
@@ -27,15 +51,19 @@ class Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
         self._in_body = False
+        self._passed = False  # the read that is being parsed had bytes before those of the head that is coming
+        self._among: Connections = self.app_state.get("connections") or Connections()
 
     def connection_made(self, transport: Any) -> None:
         """Its first request is waited for from here on."""
         super().connection_made(transport)
+        self._among.add(self)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
         self._wait_ends()
+        self._among.discard(self)
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -52,13 +80,17 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """It is whole."""
         self._wait_ends()
-        self._in_body = True
+        self._in_body = self._passed = True
         super().on_headers_complete()
+        self.cycle.transport = _Lingering(self.cycle)  # type: ignore[assignment]
+        if self._among.ending:
+            self.cycle.keep_alive = False
         if self.parser.get_http_version() != "1.1":
             self.cycle.send = _Unchunked(self.cycle)  # type: ignore[method-assign]
 
     def data_received(self, data: bytes) -> None:
         """Also ends what sends a head without an end."""
+        self._passed = self._in_body
         if not self._in_body:
             end = data.find(b"\r\n\r\n")
             end = len(data) if end < 0 else end
@@ -66,7 +98,7 @@ class Protocol(HttpToolsProtocol):
                 data = _UPGRADE.sub(_NOT_HEEDED, data[:end]) + data[end:]
         super().data_received(data)
         if self._head_bytes is not None:
-            self._head_bytes += len(data)
+            self._head_bytes += 1 if self._passed else len(data)  # how much of the read is of this head is not known
             if self._head_bytes > _HEAD_BYTES:
                 self._end(ApiError("request_too_large", f"the request's head is larger than {_HEAD_BYTES} bytes"))
 
@@ -82,7 +114,20 @@ class Protocol(HttpToolsProtocol):
         self._in_body = False
         super().on_message_complete()
         if self.cycle.response_complete:
-            self._rest(self.timeout_keep_alive)
+            if self.cycle.keep_alive:
+                self._rest(self.timeout_keep_alive)
+            else:
+                self.transport.close()
+
+    def end(self) -> None:
+        """Closes the connection after the answer that runs, which says so where it has not begun; at once if none runs.
+        One that has had no request yet gets an answer to its first: its client has only just opened it."""
+        if self.cycle is None or (self.cycle.response_complete and self._head_bytes):
+            return  # a request is on its way, whose answer will be the last
+        if self.cycle.response_complete and not self._in_body:
+            self.transport.close()
+        else:
+            self.cycle.keep_alive = False
 
     def send_400_response(self, msg: str) -> None:
         """Instead of uvicorn's, which is plain text."""
@@ -129,6 +174,22 @@ class Protocol(HttpToolsProtocol):
         head = b"HTTP/1.1 %d Error\r\ncontent-type: application/json\r\nconnection: close\r\n" % error.status
         self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         self.transport.close()
+
+
+class _Lingering:
+    """A cycle's way to the transport, whose close waits for the rest of a body that was answered before it was whole:
+    a reset could take the answer from the client. Until then nothing more is written."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport = weakref.proxy(cycle), cycle.transport  # it is the cycle's own
+        self.write, self.is_closing = self._transport.write, self._transport.is_closing
+
+    def close(self) -> None:
+        """Says that the answer was the last; the protocol closes when the request is whole, or late."""
+        if self._cycle.response_complete and self._cycle.more_body and not self._transport.is_closing():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
 
 
 class _Unchunked:

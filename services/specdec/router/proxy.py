@@ -127,7 +127,7 @@ class Proxy:
             self.watches.add(watch)
             held.callback(self.watches.discard, watch)
             held.callback(watch.close)
-            with self._admission.receiving() as more:
+            with self._admission.holding() as more:
                 with watch.cancelling():
                     body = await read_body(http, self._limits, more)
                 watch.listen(http)
@@ -135,10 +135,11 @@ class Proxy:
                 if http.method == "POST":
                     reading = self._aside.run(len(body), read, path, body, self._limits)
                     asked = await (watch.race(reading) if len(body) > _LARGE_BYTES else reading)
-            if routes.queued(http.method, path):
-                place = self._admission.admitted(asked.sessions, asked.tokens, len(asked.body))
-                await watch.race(held.enter_async_context(place))
-            answer = await self._ask(http, asked, watch, held)
+                del body  # `asked` may have another, that is held until a pair has begun to answer
+                if routes.queued(http.method, path):
+                    place = self._admission.admitted(asked.sessions, asked.tokens)
+                    await watch.race(held.enter_async_context(place))
+                answer = await self._ask(http, asked, watch, held)
             headers = [*self._kept(answer.http.headers)]
             headers.append((b"x-request-id", answer_request_id(http, answer.request.id).encode()))
             if answer.whole is not None:

@@ -64,7 +64,10 @@ class RouterSettings(Settings):
     max_waiting: int = Field(256, ge=0, description="sessions waiting for a place; beyond them requests get 429")
     max_waiting_tokens: int = Field(2_000_000, ge=0, description="their prompts' tokens, estimated from bytes")
     max_waiting_mb: float = Field(
-        512, ge=0, description="their requests' bodies, in memory, with those being received; then 429"
+        512,
+        ge=0,
+        description="requests' bodies in memory: being received, waiting, and sent to a pair that has not begun to"
+        " answer; then 429",
     )
     queue_timeout_s: float = Field(30, gt=0, description="longest wait for a place; then 429")
     write_timeout_s: float = Field(60, gt=0, description="a client that reads nothing for so long is given up")
