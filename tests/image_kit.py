@@ -69,7 +69,19 @@ def build(target: str, tag: str, *, base: Mapping[str, str] | None = None, check
     _make_base()
     arguments = {"BASE": BASE, **(base or {})}
     done = run(
-        *("buildah", "bud", "--isolation", "chroot", "--pull-never", "--layers", "--target", target, "--tag", tag),
+        *(
+            "buildah",
+            "bud",
+            "--isolation",
+            "chroot",
+            "--pull-never",
+            "--layers",
+            "--force-rm",
+            "--target",
+            target,
+            "--tag",
+            tag,
+        ),
         *(word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")),
         *(word for volume in _pip_volumes() for word in ("--volume", volume)),
         str(ROOT),
