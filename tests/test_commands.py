@@ -106,7 +106,7 @@ def test_the_demo_marks_an_answer_compares_and_ends_with_its_result(demo: Future
 def test_the_benchmark_has_every_variant_side_by_side(model: Path, tmp_path: Path):
     out = tmp_path / "bench.json"
     done = run(
-        *("bench", "--max-tokens", "32", "--steps", "3", "--windows", "1", "--own", "3", "--concurrency", "4"),
+        *("bench", "--max-tokens", "48", "--steps", "3", "--windows", "1", "--own", "3", "--concurrency", "4"),
         *("--json", "--out", str(out)),
         **THREADS,
     )
@@ -126,7 +126,7 @@ def test_the_benchmark_has_every_variant_side_by_side(model: Path, tmp_path: Pat
     # one head in both engines: what it guesses is as often right
     ours, own = rows["k = 3"], rows["vLLM's own EAGLE-3"]
     assert ours["with_drafts"] == pytest.approx(own["with_drafts"], rel=0.03)
-    assert ours["stood"] == pytest.approx(own["stood"], abs=0.05)
+    assert ours["stood"] == pytest.approx(own["stood"], abs=0.09)  # the third is reached in some eighty cycles
     assert ours["with_drafts"] > 2.2
     samples = json.loads(out.read_text())["samples"]
     assert {len(answers) for answers in samples.values()} == {12}
