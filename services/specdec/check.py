@@ -9,7 +9,7 @@ import httpx
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from specdec.client import Answer, AnswerError, chat
+from specdec.client import Answer, AnswerError, bearer, chat
 from specdec.errors import SettingsError
 from specdec.settings import Settings
 
@@ -81,9 +81,8 @@ def _first_key(path: Path) -> str:
 
 
 def _first_model(url: str, key: str | None) -> str:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(f"{url}/v1/models", headers=headers, timeout=30, trust_env=False)
+        response = httpx.get(f"{url}/v1/models", headers=bearer(key), timeout=30, trust_env=False)
         if response.status_code != 200:
             raise AnswerError(f"{url}/v1/models: {response.status_code}: {response.text[:300]}")
         return str(response.json()["data"][0]["id"])

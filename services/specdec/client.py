@@ -107,11 +107,15 @@ def _by_position(values: dict[str, str], name: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def bearer(api_key: str | None) -> dict[str, str]:
+    """The headers that carry a key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def stream_chat(
     url: str, model: str, prompt: str, *, api_key: str | None = None, **parameters: Any
 ) -> Iterator[tuple[str, list[int], Answer]]:
     """Streams one chat answer: (text, token ids, the answer so far) a chunk. Raises AnswerError."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -123,7 +127,7 @@ def stream_chat(
     answer, start, done = Answer(), time.perf_counter(), False
     try:
         request = httpx.stream(
-            "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=600, trust_env=False
+            "POST", f"{url}/v1/chat/completions", json=body, headers=bearer(api_key), timeout=600, trust_env=False
         )
         with request as response:
             if response.status_code != 200:

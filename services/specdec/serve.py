@@ -18,6 +18,11 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()
 
 
+def bracketed(host: str) -> str:
+    """A host as URLs have it: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def listen(host: str, port: int, what: str) -> socket.socket:
     """A bound listening socket. Raises SettingsError naming the setting when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from specdec.router.errors import ApiError
 from specdec.router.pairs import Pair
+from specdec.serve import bracketed
 
 log = logging.getLogger(__name__)
 _DNS = "dns://"
@@ -151,7 +152,7 @@ async def resolve(name: str) -> list[str]:
     else a resolver does with a name that cannot be one."""
     host, _, port = name.rpartition(":")
     found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    return [f"[{at[0]}]:{port}" if ":" in str(at[0]) else f"{at[0]}:{port}" for *_, at in found]
+    return [f"{bracketed(str(at[0]))}:{port}" for *_, at in found]
 
 
 def _keys(prefix: bytes) -> list[bytes]:

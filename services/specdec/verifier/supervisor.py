@@ -25,7 +25,7 @@ from specdec.hub import DEMO_MODEL, model_folder
 from specdec.proto import speculation_pb2 as pb
 from specdec.proto import speculation_pb2_grpc as pb_grpc
 from specdec.scratch import Scratch
-from specdec.serve import listen, serving
+from specdec.serve import bracketed, listen, serving
 from specdec.telemetry import PairMetrics, health_app
 from specdec.tracing import PROTOCOL, traces_url
 from specdec.verifier import HEAD_VARIABLE, SEGMENT_VARIABLE
@@ -99,11 +99,6 @@ def engine_environment(**more: str) -> dict[str, str]:
             "OTEL_EXPORTER_OTLP_TIMEOUT": "2",  # seconds; vLLM's end waits for a collector as long
         }
     return {**defaults, **os.environ, **more}
-
-
-def bracketed(host: str) -> str:
-    """A host as URLs have it: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host
 
 
 class Supervisor:
